@@ -1,0 +1,32 @@
+"""Change the parallelism of a PyTorch Lightning recipe by swapping one argument, on an unchanged LightningModule.
+
+Importing the package registers its names for ``Trainer(strategy=...)`` and changes nothing else.
+"""
+
+from lightning_parallel.checkpoint.whole import full_state_dict
+from lightning_parallel.cli.lightning_cli import LightningCLI
+from lightning_parallel.degrees import Degrees
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.precision import DtypePolicy
+from lightning_parallel.presets import build_strategy, register
+from lightning_parallel.strategies.data_parallel import DataParallelStrategy
+from lightning_parallel.strategies.ddp import DDPStrategy
+from lightning_parallel.strategies.mesh import MeshStrategy
+from lightning_parallel.strategies.zero import ZeroStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigurationError",
+    "DDPStrategy",
+    "DataParallelStrategy",
+    "Degrees",
+    "DtypePolicy",
+    "LightningCLI",
+    "MeshStrategy",
+    "ZeroStrategy",
+    "build_strategy",
+    "full_state_dict",
+]
+
+register()

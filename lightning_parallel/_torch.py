@@ -1,0 +1,112 @@
+"""Every private or version-dependent name of torch that the package touches. Layer 0.
+
+Each function says since which version the name exists and which public call would replace it. Nothing else in the
+package may import a name of torch that begins with an underscore (a test enforces it).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """One axis `name` in place of all axes of `mesh`; the root mesh then answers to `name` too.
+
+    `DeviceMesh._flatten`, since 2.4; waits for a public spelling.
+    """
+    return mesh._flatten(name)
+
+
+def broadcast_tensors(tensors: Sequence[Tensor], *, source: int, bucket_bytes: int = 2**26) -> None:
+    """Broadcast many tensors from rank `source` of the default group, a bucket a collective.
+
+    `torch.distributed._broadcast_coalesced`, since 1.0; what DDP itself uses, no public spelling.
+    """
+    if tensors:
+        dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), list(tensors), bucket_bytes, source)
+
+
+def initialize_sharding(root: nn.Module) -> None:
+    """Make `root` the root of the sharded units below it, now and not in the first forward.
+
+    Whichever unit runs first becomes a root otherwise, and a layer that a hook calls before the first step would be
+    it. `FSDPState._lazy_init`, since 2.4; no public spelling.
+    """
+    assert isinstance(root, FSDPModule)
+    root._get_fsdp_state()._lazy_init()
+
+
+def forget_sharding(module: nn.Module) -> None:
+    """Drop torch's note that `module` is sharded, so that it can be sharded again.
+
+    `torch.distributed._composable_state`, since 2.0; waits for an inverse of `fully_shard`.
+    """
+    from torch.distributed import _composable_state
+
+    _composable_state._module_state_mapping.pop(module, None)
+
+
+def gather_around(holder: nn.Module, method: str, unit: nn.Module) -> None:
+    """While ``holder.method`` runs, the parameters of `unit` are gathered.
+
+    `register_fsdp_forward_method` (public) does this for a method that nobody calls from within `forward`; ours may
+    be: a nested call must not free the parameters under its caller. `FSDPState._pre_forward`, since 2.4.
+    """
+    assert isinstance(unit, FSDPModule)
+    original = getattr(holder, method)
+    state = unit._get_fsdp_state()
+    idle = type(state._training_state).IDLE
+
+    @functools.wraps(original)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        if state._training_state != idle:
+            return original(*args, **kwargs)
+        args, kwargs = state._pre_forward(unit, args, kwargs)
+        return state._post_forward(unit, args, original(*args, **kwargs))
+
+    setattr(holder, method, gathered)
+
+
+def reduce_unused_parameters(unit: nn.Module) -> None:
+    """Let ranks that did not use a parameter of `unit` in a step take part in its reduction, with zeros.
+
+    `FSDPModule.set_reduce_scatter_unused_params`, since 2.13; before, such a step hangs and there is nothing to set.
+    """
+    if isinstance(unit, FSDPModule) and hasattr(unit, "set_reduce_scatter_unused_params"):
+        unit.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def after_backward(tensor: Tensor, action: Any) -> None:
+    """Run `action` once at the end of the backward pass that goes through `tensor`.
+
+    The autograd engine's `queue_callback`, since 1.0; what DDP and FSDP themselves use, no public spelling.
+    """
+    from torch.autograd import Variable
+
+    def queue(gradient: Tensor) -> None:
+        Variable._execution_engine.queue_callback(action)
+
+    tensor.register_hook(queue)
+
+
+HOOK_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""Where `nn.Module` keeps its hooks: names stable since 2.0; there is no public way to list a module's hooks."""

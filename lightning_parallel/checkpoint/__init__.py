@@ -1,0 +1,1 @@
+"""One format for every strategy. Layer 2."""

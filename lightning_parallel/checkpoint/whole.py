@@ -1,0 +1,167 @@
+"""Whole, plain checkpoints: what one process would have written, from and to any strategy. Layer 2.
+
+The file is Lightning's own: a plain `state_dict`, and optimizer states keyed by the parameter's number. It loads in
+Lightning without this package and in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def full_state_dict(trainer: Trainer) -> dict[str, Tensor]:
+    """The whole model as plain CPU tensors on rank 0, and ``{}`` on the other ranks. A collective: call it on all.
+
+    Keys, shapes and dtypes are those of the plain module's ``state_dict()``, buffers and tied names included. It works
+    under every strategy, in hooks, and after ``fit`` has returned.
+
+    Args:
+        trainer: A trainer that has a module.
+
+    Example:
+        >>> trainer.fit(module)
+        >>> weights = full_state_dict(trainer)
+        >>> if trainer.is_global_zero:
+        ...     torch.save(weights, "weights.pt")
+    """
+    return whole_state_dict(trainer.lightning_module, keep=trainer.is_global_zero, copy=True)
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of `tensor` as a plain tensor in host memory, on every rank. A collective if it is sharded."""
+    if isinstance(tensor, DTensor):
+        # Offloaded shards lie in host memory, while their process group moves device memory.
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return tensor.detach().cpu()
+
+
+def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False) -> dict[str, Any]:
+    """The plain module's ``state_dict()`` in host memory. A collective, one tensor at a time.
+
+    Args:
+        module: The module, sharded or not.
+        keep: Whether this rank wants the result; others get ``{}`` and hold one tensor at most.
+        copy: Whether to copy what is in host memory already.
+    """
+    first_names = _first_names(module)
+    result: dict[str, Any] = {}
+    for name, value in module.state_dict().items():
+        if (first := first_names.get(name, name)) != name and (first in result or not keep):
+            if keep:
+                result[name] = result[first]  # tied weights stay one tensor, in memory and in the file
+            continue
+        gathered = whole(value) if isinstance(value, Tensor) else value
+        if keep:
+            is_alias = copy and isinstance(value, Tensor) and gathered.data_ptr() == value.data_ptr()
+            result[name] = gathered.clone() if is_alias else gathered
+    return result
+
+
+def whole_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
+    """The plain optimizer's ``state_dict()`` in host memory; ``{}`` where not `keep`. A collective."""
+    state = optimizer.state_dict()
+    gathered = {
+        number: {name: _gathered(value, keep) for name, value in entries.items()}
+        for number, entries in sorted(state["state"].items())
+    }
+    return {**state, "state": gathered} if keep else {}
+
+
+def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> None:
+    """Load a plain ``state_dict`` into `module`, sharded or not. Every rank has the whole dict; no collective.
+
+    Raises:
+        RuntimeError: torch's own, for keys and shapes that do not match.
+    """
+    targets = module.state_dict()
+    module.load_state_dict({key: _like(value, targets.get(key)) for key, value in state_dict.items()}, strict=strict)
+
+
+def load_whole_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a plain optimizer's ``state_dict()`` into `optimizer`, whose parameters may be sharded. No collective."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shards = {
+        number: {name: _like_state(value, parameters[number]) for name, value in entries.items()}
+        for number, entries in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": shards})
+
+
+def make_optimizer_whole(optimizer: Optimizer, own: Mapping[Tensor, Tensor]) -> None:
+    """Give `optimizer` the module's plain parameters back, with whole state. A collective.
+
+    Args:
+        optimizer: Changed in place: the object, its groups and its schedulers are kept.
+        own: What stood in a parameter's place -> the module's own parameter (`Footprint.restore`).
+    """
+    _replace_parameters(optimizer, own, lambda value, _: whole(value) if isinstance(value, Tensor) else value)
+
+
+def make_optimizer_sharded(optimizer: Optimizer, sharded: Mapping[Tensor, Tensor]) -> None:
+    """Give `optimizer` what stands in the place of the module's own parameters, with its state cut alike.
+
+    Optimizers that were made before the module was sharded hold parameters that nobody uses any more: those of
+    LightningCLI, and those made in a module's `__init__`.
+
+    Args:
+        optimizer: Changed in place: the object, its groups and its schedulers are kept.
+        sharded: The module's own parameter -> what stands in its place.
+    """
+    _replace_parameters(optimizer, sharded, _like_state)
+
+
+def _replace_parameters(
+    optimizer: Optimizer, replacement: Mapping[Tensor, Tensor], convert: Callable[[Any, Tensor], Any]
+) -> None:
+    for group in optimizer.param_groups:
+        for index, old in enumerate(group["params"]):
+            new = replacement.get(old, old)
+            group["params"][index] = new
+            if old in optimizer.state:
+                state = optimizer.state.pop(old)
+                optimizer.state[new] = {name: convert(value, new) for name, value in state.items()}
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Name of a parameter -> the first of its names: one gather for tied weights, decided alike on all ranks."""
+    first: dict[Tensor, str] = {}
+    return {name: first.setdefault(p, name) for name, p in module.named_parameters(remove_duplicate=False)}
+
+
+def _gathered(value: Any, keep: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    gathered = whole(value)
+    return gathered if keep else None
+
+
+def _like(value: Any, target: Any) -> Any:
+    if not isinstance(target, DTensor) or not isinstance(value, Tensor) or value.shape != target.shape:
+        return value
+    return _sharded(value, target, target.placements)
+
+
+def _like_state(value: Any, parameter: Tensor) -> Any:
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    # Factored moments have other shapes than the parameter; torch makes those whole on every rank.
+    same = value.shape == parameter.shape
+    placements = parameter.placements if same else [Replicate()] * parameter.device_mesh.ndim
+    return _sharded(value, parameter, placements)
+
+
+def _sharded(value: Tensor, target: DTensor, placements: Any) -> Tensor:
+    # Without a source rank, every rank cuts its shard out of its own copy: no communication.
+    on_device = value.detach().to(target.device_mesh.device_type)
+    shard = distribute_tensor(on_device, target.device_mesh, placements, src_data_rank=None)
+    return shard.to(target.device)

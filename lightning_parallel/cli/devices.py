@@ -1,0 +1,68 @@
+"""Which accelerators this machine has, and whether the ones asked for are among them."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import torch
+
+
+def visible_devices() -> list[str]:
+    """One line for each accelerator: number, name, memory; and the MIG instances that the driver reports."""
+    lines = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        lines.append(f"cuda:{index}  {properties.name}  {properties.total_memory / 2**30:.1f} GiB")
+    if torch.backends.mps.is_available():
+        lines.append("mps:0  Apple GPU")
+    return [*lines, *_mig_instances()]
+
+
+def device_violations(accelerator: Any, devices: Any) -> list[str]:
+    """Why `Trainer(accelerator=..., devices=...)` asks for devices that are not there; empty if they are.
+
+    Args:
+        accelerator: As given to the Trainer, by name.
+        devices: As given to the Trainer: a number, a list of indices, or either as a string.
+    """
+    wanted = _indices(devices)
+    on_cuda = accelerator in ("cuda", "gpu") or (accelerator in ("auto", None) and torch.cuda.is_available())
+    if accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
+        return [f"accelerator={accelerator!r}, but this machine has no CUDA device; {_listing()}"]
+    if not on_cuda:
+        if wanted is not None:
+            return [f"devices={devices!r} names devices by index, but the host is one device; give a number; {_listing()}"]
+        return []
+    count = torch.cuda.device_count()
+    missing = [index for index in wanted or () if not 0 <= index < count]
+    if missing:
+        return [f"devices={devices!r}: there is no device {', '.join(map(str, missing))}; {_listing()}"]
+    number = devices if isinstance(devices, int) else int(devices) if str(devices).isdigit() else 0
+    if wanted is None and number > count:
+        return [f"devices={devices!r}, but there are {count}; {_listing()}"]
+    return []
+
+
+def _indices(devices: Any) -> list[int] | None:
+    if isinstance(devices, str) and "," in devices:
+        devices = [part for part in devices.split(",") if part.strip()]
+    if not isinstance(devices, list | tuple):
+        return None
+    return [int(device) for device in devices]
+
+
+def _listing() -> str:
+    lines = visible_devices()
+    return "devices that are there: " + ("; ".join(lines) if lines else "the host (accelerator 'cpu') only")
+
+
+def _mig_instances() -> list[str]:
+    """Lines of `nvidia-smi -L` about multi-instance GPUs; none where the tool is missing."""
+    if not torch.cuda.is_available():
+        return []
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in listing.splitlines() if line.lstrip().startswith("MIG")]

@@ -1,0 +1,54 @@
+"""The command ``lightning-parallel``."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+
+from lightning_parallel.cli.devices import visible_devices
+from lightning_parallel.cli.lightning_cli import LightningCLI, is_first_process
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.presets import PRESETS
+
+_USAGE = """\
+usage: lightning-parallel COMMAND [options]
+
+  fit | validate | test | predict   run a recipe: --config recipe.yaml --strategy=NAME:option=value,...
+  strategies                        the names that --strategy takes, and the options of each
+  devices                           the accelerators of this machine
+
+lightning-parallel fit --help lists the options of a command.
+"""
+_REFUSED = 2
+
+
+def main() -> None:
+    """Run the command line; a set-up that is refused prints its reasons once and exits with status 2."""
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command in ("", "-h", "--help"):
+        print(_USAGE, end="")
+    elif command == "strategies":
+        print(describe_strategies(), end="")
+    elif command == "devices":
+        print("\n".join(visible_devices() or ["no accelerator; the host can be used (--trainer.accelerator=cpu)"]))
+    else:
+        # A recipe names its module by import path, seen from the folder in which the command is given.
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109 - the interpreter's path holds strings
+        try:
+            LightningCLI(save_config_kwargs={"overwrite": True})
+        except ConfigurationError as error:
+            if is_first_process():
+                print(f"lightning-parallel: {error}", file=sys.stderr)
+            sys.exit(_REFUSED)
+
+
+def describe_strategies() -> str:
+    """The names with a line each, and their options with types and defaults."""
+    lines = []
+    for name, preset in PRESETS.items():
+        lines.append(f"{name:<20} {preset.summary}")
+        for option, parameter in preset.options.items():
+            annotation = inspect.formatannotation(parameter.annotation).strip("'")
+            lines.append(f"    {option}={parameter.default!r:<12} {annotation}")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,96 @@
+"""Why a strategy cannot run on these devices or with this module: every reason at once, before anything starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_parallel.techniques.materialize import unrecorded_meta_tensors
+from lightning_parallel.techniques.sharding import is_sharded
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+    from lightning_parallel.strategies.process_group import ProcessGroupStrategy
+
+
+def device_violations(strategy: ProcessGroupStrategy) -> list[str]:
+    """Reasons that lie in the devices and in what the Trainer was given."""
+    found = []
+    wanted = strategy.num_nodes * strategy.num_processes
+    if dist.is_initialized() and dist.get_world_size() != wanted:
+        found.append(
+            f"devices x nodes = {wanted}, but this process already belongs to a group of {dist.get_world_size()} "
+            f"ranks; give devices={dist.get_world_size() // strategy.num_nodes} or start a new process"
+        )
+    device_type = strategy.root_device.type
+    if strategy._layer_sync is not None and device_type != "cuda":
+        found.append(
+            f"sync_batchnorm=True needs CUDA devices, but the device is {device_type}: torch's SyncBatchNorm has no "
+            "other kernel; leave it out (statistics are then those of rank 0, as under DDP)"
+        )
+    backend = strategy.process_group_backend
+    if backend is not None and not dist.is_backend_available(backend.partition(":")[2] or backend):
+        found.append(f"process_group_backend={backend!r} is not available here; leave it out, or give 'gloo'")
+    return found
+
+
+def module_violations(strategy: ProcessGroupStrategy | None, module: LightningModule, *, is_fitting: bool) -> list[str]:
+    """Reasons that lie in the module."""
+    found = []
+    if is_fitting and not any(parameter.requires_grad for parameter in module.parameters()):
+        count = sum(1 for _ in module.parameters())
+        found.append(
+            f"{type(module).__name__} has no trainable parameters ({count} parameters, all frozen); there is nothing "
+            "to train: unfreeze some, or call validate, test or predict"
+        )
+    record = None if strategy is None else strategy._deferral.record
+    if made_on_meta := unrecorded_meta_tensors(module, record):
+        found.append(
+            f"{len(made_on_meta)} tensors of {type(module).__name__} are on the meta device and nobody knows their "
+            f"values: {', '.join(made_on_meta[:6])}. Build these modules in configure_model (without "
+            "torch.device('meta'): their initialisation is recorded there and replayed shard by shard)"
+        )
+    return found
+
+
+def sharded_elsewhere_violations(strategy: object, module: nn.Module) -> list[str]:
+    """Reasons that lie in what an earlier strategy left: a module too large to be made whole on every rank."""
+    if not is_sharded(module):
+        return []
+    return [
+        f"{type(module).__name__} is still sharded by an earlier fit, because it is too large to be whole in the "
+        f"memory of one rank; {type(strategy).__name__} needs it whole. Use a sharding strategy, or start a new "
+        "process from a checkpoint"
+    ]
+
+
+def forward_method_violations(module: nn.Module, methods: Iterable[str]) -> list[str]:
+    """Reasons that lie in `forward_methods`."""
+    found = []
+    for method in methods:
+        path, _, name = method.rpartition(".")
+        holder = dict(module.named_modules()).get(path)
+        if holder is None or not callable(getattr(holder, name, None)):
+            found.append(
+                f"forward_methods has {method!r}, but {type(module).__name__} has no such method; give dotted paths "
+                "such as 'model.generate'"
+            )
+    return found
+
+
+def rank_share_of_host_memory(local_world_size: int) -> int:
+    """Bytes of host memory for each rank of this machine, within the limit of a container."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as file:  # noqa: PTH123 - a kernel file
+                text = file.read().strip()
+        except OSError:
+            continue
+        total = min(total, int(text)) if text.isdigit() else total
+    return total // max(1, local_world_size)

@@ -1,0 +1,171 @@
+"""`dp_custom`: one process over all devices of the machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_parallel.errors import check
+from lightning_parallel.strategies.admission import module_violations, sharded_elsewhere_violations
+from lightning_parallel.strategies.process_group import is_started_externally
+from lightning_parallel.techniques.data_parallel import ReplicatedSteps
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class DataParallelStrategy(ParallelStrategy):
+    """`torch.nn.DataParallel`: scatter the batch, replicate the module, gather on the first device, in one process.
+
+    The loader's batch is the global batch, and is split over the devices. The host is one device, however many
+    processes ``devices`` would start under another strategy.
+
+    Example:
+        >>> Trainer(strategy=DataParallelStrategy(), accelerator="gpu", devices=2)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_nodes = 1
+        self._steps: ReplicatedSteps | None = None
+
+    @override
+    def _configure_launcher(self) -> None:
+        check(self.set_up_violations())
+        rank_zero_info("dp_custom copies the module and gathers outputs in each step; ddp_custom is faster")
+        if self.root_device.type == "cpu" and len(self.parallel_devices or ()) > 1:
+            rank_zero_info("dp_custom: the host is one device, so it runs in one process on the loader's whole batch")
+
+    def set_up_violations(self) -> list[str]:
+        """Why this strategy cannot run on these devices."""
+        found = []
+        if self.num_nodes > 1:
+            found.append(f"dp_custom is one process, but num_nodes={self.num_nodes}; give num_nodes=1 or ddp_custom")
+        if is_started_externally():
+            found.append("dp_custom is one process, but several were started (WORLD_SIZE > 1); use ddp_custom")
+        return found
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        fitting = model._trainer is not None and model.trainer.state.fn == TrainerFn.FITTING
+        found = [*module_violations(None, model, is_fitting=fitting), *sharded_elsewhere_violations(self, model)]
+        if len(self._devices) > 1 and not model.automatic_optimization:
+            found.append(
+                "manual optimization runs backward inside the step, which dp_custom runs in a thread for each of "
+                f"{len(self._devices)} devices; use ddp_custom, or devices=1"
+            )
+        check(found)
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[:1] if devices[0].type == "cpu" else devices
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self._devices[0]
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return 0
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return 0
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return 1
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning's question whether to give each rank other samples: there is one rank."""
+        return False
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        return True
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.lightning_module)
+        self.model_to_device()
+        if len(self._devices) > 1:
+            self._steps = ReplicatedSteps(self.lightning_module, [device.index for device in self._devices])
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if is_fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    def _step(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self._steps is None:
+            return getattr(self.lightning_module, method)(*args, **kwargs)
+        return self._steps(method, *args, **kwargs)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._step("training_step", *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._step("validation_step", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._step("test_step", *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._step("predict_step", *args, **kwargs)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """One process waits for nobody."""
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return tensor
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision
+
+    @override
+    def teardown(self) -> None:
+        self._steps = None
+        super().teardown()

@@ -1,0 +1,141 @@
+"""`ddp_custom`: every rank holds the whole model, gradients are averaged while backward runs."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
+
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_parallel.strategies.admission import sharded_elsewhere_violations
+from lightning_parallel.strategies.optimizers import adopt_optimizers
+from lightning_parallel.strategies.process_group import ProcessGroupStrategy
+from lightning_parallel.techniques.compression import comm_hook_violations, register_comm_hook
+from lightning_parallel.techniques.replicate import synchronize_module
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+_UNUSED = "Expected to have finished reduction in the prior iteration"
+
+
+class DDPStrategy(ProcessGroupStrategy):
+    """`torch.nn.parallel.DistributedDataParallel` on an unchanged LightningModule (Li et al. 2020).
+
+    Args:
+        comm_hook: How gradients travel: ``"none"`` as they are, ``"fp16"`` and ``"bf16"`` in half the bytes (bf16 needs
+            NCCL), ``"powersgd"`` as low-rank factors (Vogels et al. 2019).
+        powersgd_rank: The rank of those factors; only with ``comm_hook="powersgd"``.
+        static_graph: Whether each step uses the same parameters in the same way, which lets DDP plan ahead.
+        bucket_cap_mb: MiB of gradients in one collective; torch's default of 25 if not given.
+        gradient_as_bucket_view: Whether gradients live in the buckets, which saves a copy and its memory.
+        find_unused_parameters: Whether a step may leave parameters unused; ``"auto"`` is yes under manual optimization,
+            where a step uses those of one optimizer at a time, and no otherwise, because the search takes time.
+        process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
+        timeout: How long a collective waits for a missing rank; seconds or a timedelta.
+
+    Example:
+        >>> Trainer(strategy=DDPStrategy(comm_hook="fp16"), devices=2)
+    """
+
+    def __init__(
+        self,
+        *,
+        comm_hook: str = "none",
+        powersgd_rank: int | None = None,
+        static_graph: bool = False,
+        bucket_cap_mb: float | None = None,
+        gradient_as_bucket_view: bool = True,
+        find_unused_parameters: bool | Literal["auto"] = "auto",
+        process_group_backend: str | None = None,
+        timeout: timedelta | float = default_pg_timeout,
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        self._comm_hook = comm_hook
+        self._powersgd_rank = powersgd_rank
+        self._find_unused_parameters = find_unused_parameters
+        self._ddp_options = {
+            "static_graph": static_graph,
+            "bucket_cap_mb": bucket_cap_mb,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }
+        self._forward_redirection = _DDPForwardRedirection()
+
+    @override
+    def set_up_violations(self) -> list[str]:
+        hook = comm_hook_violations(self._comm_hook, self._powersgd_rank, self.chosen_backend())
+        return [*super().set_up_violations(), *hook]
+
+    @override
+    def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
+        found = super().module_violations(module, is_fitting=is_fitting)
+        return [*found, *sharded_elsewhere_violations(self, module)]
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        module = self.lightning_module
+        assert module is not None
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._deferral.record is not None:
+            self._deferral.record.materialize(module, self.root_device)
+        if is_fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(module)
+        self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        if is_fitting:
+            self.model = self._wrap(module)
+            self.setup_optimizers(trainer)
+        else:
+            synchronize_module(module, self.root_device)
+        self.setup_precision_plugin()
+        if is_fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _wrap(self, module: LightningModule) -> DistributedDataParallel:
+        find = self._find_unused_parameters
+        device = self.root_device
+        wrapped = DistributedDataParallel(
+            module,
+            device_ids=None if device.type == "cpu" else [device.index],
+            find_unused_parameters=not module.automatic_optimization if find == "auto" else find,
+            **self._ddp_options,  # type: ignore[arg-type]
+        )
+        register_comm_hook(wrapped, self._comm_hook, powersgd_rank=self._powersgd_rank)
+        return wrapped
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        adopt_optimizers(self.optimizers, self.lightning_module)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        assert self.lightning_module is not None
+        if isinstance(self.model, DistributedDataParallel) and not self.lightning_module.automatic_optimization:
+            prepare_for_backward(self.model, closure_loss)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if _UNUSED in str(exception):
+            exception.add_note(
+                "A step left parameters unused. Let DDP look for them: --strategy=ddp_custom:find_unused_parameters=true "
+                "or DDPStrategy(find_unused_parameters=True)."
+            )
+
+    @override
+    def teardown(self) -> None:
+        module = self.lightning_module
+        if isinstance(self.model, DistributedDataParallel):
+            self.model = module
+        if module is not None and self._layer_sync is not None:
+            self.model = self._layer_sync.revert(module)
+        super().teardown()

@@ -1,0 +1,308 @@
+"""`MeshStrategy`: any product of degrees on an unchanged LightningModule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parallel import _torch
+from lightning_parallel.checkpoint.whole import (
+    load_whole_optimizer_state,
+    load_whole_state_dict,
+    make_optimizer_whole,
+    whole_optimizer_state,
+    whole_state_dict,
+)
+from lightning_parallel.degrees import Degree, Degrees, reshard_violations
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.layers import layers_violations
+from lightning_parallel.mesh import Mesh, build_mesh
+from lightning_parallel.parallelize import Parallelized, Policies, parallelize, parallelized
+from lightning_parallel.precision import POLICIES, DtypePolicy, precision_violations
+from lightning_parallel.strategies.admission import forward_method_violations, rank_share_of_host_memory
+from lightning_parallel.strategies.evaluation import leave_inference_mode
+from lightning_parallel.strategies.optimizers import adopt_optimizers
+from lightning_parallel.strategies.precision import sharded_precision
+from lightning_parallel.strategies.process_group import ProcessGroupStrategy
+from lightning_parallel.strategies.sampling import PredictLockStep
+from lightning_parallel.techniques.offload import offload_violations
+from lightning_parallel.techniques.replicate import reduce_gradients, synchronize_buffers
+from lightning_parallel.techniques.sharding import reshard_units
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class MeshStrategy(ProcessGroupStrategy):
+    """Train an unchanged LightningModule on a mesh of ranks.
+
+    Args:
+        replicate: Ranks that hold equal copies; ``"auto"`` is one group a machine, two groups on a single machine.
+        shard: Ranks over which parameters, gradients and optimizer state are sharded; ``"auto"`` is the rest.
+        context: Ranks that share one sequence. More than 1 is not available in this version.
+        tensor: Ranks that share one matrix product. More than 1 is not available in this version.
+        pipeline: Ranks that share the stack of layers. More than 1 is not available in this version.
+        layers: Path or paths of the layer stacks, such as ``"model.layers"``, where the search should not decide.
+        forward_methods: Dotted paths of further methods in which parameters are to be gathered, such as
+            ``"model.generate"``, for calls from outside a step.
+        reshard: ``"always"`` frees gathered parameters after a layer's forward; ``"never"`` keeps them until its
+            gradients are reduced (ZeRO-2); a number keeps them sharded over so many ranks.
+        offload: ``"all"`` keeps parameters, gradients and optimizer state in host memory.
+        precision_policy: Dtypes of gathering and reducing, in place of those that belong to `Trainer(precision=...)`.
+        process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
+        timeout: How long a collective waits for a missing rank; seconds or a timedelta.
+
+    Raises:
+        ConfigurationError: From `Trainer(...)` or at the start of `fit`, with every reason at once.
+
+    Example:
+        >>> Trainer(strategy=MeshStrategy(replicate=2, shard=4), devices=8)
+    """
+
+    def __init__(
+        self,
+        *,
+        replicate: int | Literal["auto", "node"] = 1,
+        shard: int | Literal["auto", "node"] = "auto",
+        context: int | Literal["node"] = 1,
+        tensor: int | Literal["auto", "node"] = 1,
+        pipeline: int | Literal["node"] = 1,
+        layers: str | list[str] | None = None,
+        forward_methods: Sequence[str] = (),
+        reshard: int | str = "always",
+        offload: str = "none",
+        precision_policy: DtypePolicy | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float = default_pg_timeout,
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        self._degrees = Degrees(replicate=replicate, shard=shard, context=context, tensor=tensor, pipeline=pipeline)
+        self._layers = layers
+        self._forward_methods = tuple(forward_methods)
+        self._reshard = reshard
+        self._offload = offload
+        self._precision_policy = precision_policy
+        self._mesh: Mesh | None = None
+        self._parallelized: Parallelized | None = None
+        self._averaged: list[nn.Parameter] = []
+        self._has_buffers = False
+        self._lock_step: PredictLockStep | None = None
+        self._inference_modes: list[tuple[Any, bool]] = []
+
+    _defers_init = True
+
+    # Refusals ---------------------------------------------------------------------------------------------------
+
+    @override
+    def set_up_violations(self) -> list[str]:
+        found = super().set_up_violations()
+        try:
+            degrees = self.degrees
+        except ConfigurationError as error:
+            return [*found, *error.violations, *self._option_violations(None)]
+        missing = [n for n in ("context", "tensor", "pipeline") if getattr(degrees, n) != 1]
+        found += [f"{n}={getattr(degrees, n)} is not available in this version; give {n}=1" for n in missing]
+        return [*found, *self._option_violations(degrees)]
+
+    def _option_violations(self, degrees: Degrees | None) -> list[str]:
+        shard = degrees.shard if degrees is not None and isinstance(degrees.shard, int) else None
+        found = reshard_violations(self._reshard, shard) if shard is not None else []
+        return [*found, *offload_violations(self._offload), *precision_violations(self.precision_plugin.precision)]
+
+    @override
+    def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
+        found = super().module_violations(module, is_fitting=is_fitting)
+        found += layers_violations(module, self._layers)
+        return [*found, *forward_method_violations(module, self._forward_methods)]
+
+    # The mesh ---------------------------------------------------------------------------------------------------
+
+    @property
+    def degrees(self) -> Degrees:
+        """The resolved degrees; they need the devices, so a Trainer."""
+        return self._degrees.resolve(self.num_nodes * self.num_processes, self.num_processes)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks by purpose; exists once `fit`, `validate`, `test` or `predict` has begun."""
+        if self._mesh is None:
+            raise RuntimeError("the mesh exists only once fit, validate, test or predict has begun")
+        return self._mesh
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.degrees.data, "rank": self.mesh.data_rank}
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._mesh = self._mesh or build_mesh(self.degrees, self.root_device.type)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._mesh.devices
+
+    # The module -------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin or Precision()
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = sharded_precision(precision_plugin)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        module = self.lightning_module
+        assert module is not None
+        self._parallelized = parallelized(module) or self._parallelize(module)
+        self._averaged = self._parallelized.averaged_parameters(module)
+        self._has_buffers = next(module.buffers(), None) is not None
+        self._inference_modes = leave_inference_mode(trainer)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if is_fitting and self._offload == "none":
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _parallelize(self, module: LightningModule) -> Parallelized:
+        if self._offload != "none" and self.root_device.type == "cpu":
+            rank_zero_info("offload: the device is the host, so there is nothing to offload; sharding only")
+        converted = self.precision_plugin.convert_module(module)
+        assert converted is module
+        policies = Policies(
+            layers=self._layers,
+            step_methods=[name for name in STEP_METHODS if is_overridden(name, module)],
+            forward_methods=self._forward_methods,
+            backward_in_step=not module.automatic_optimization,
+            reshard=self._reshard,
+            offload=self._offload,
+            dtypes=self._precision_policy or POLICIES[str(self.precision_plugin.precision)],
+        )
+        return parallelize(module, self.mesh, self.root_device, policies, self._deferral.record)
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        assert self._parallelized is not None
+        adopt_optimizers(self.optimizers, self.lightning_module, self._parallelized.replaced())
+
+    @override
+    def teardown(self) -> None:
+        for loop, mode in self._inference_modes:
+            loop.inference_mode = mode
+        self._inference_modes = []
+        module, self._averaged = self.lightning_module, []
+        if module is not None and self._parallelized is not None and not self._is_interrupted():
+            self._make_plain(module, self._parallelized)
+        self._parallelized = None
+        super().teardown()
+
+    def _is_interrupted(self) -> bool:
+        """After an error other ranks may be gone: a collective would wait for them until it times out."""
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        return self.world_size > 1 and trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+    def _make_plain(self, module: LightningModule, parallelized: Parallelized) -> None:
+        size = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+        share = rank_share_of_host_memory(self.num_processes)
+        if size > share // 4:
+            rank_zero_info(
+                f"the module stays sharded: whole it takes {size / 2**30:.1f} GiB, more than a quarter of a rank's "
+                f"{share / 2**30:.1f} GiB of host memory. full_state_dict(trainer) and checkpoints work as before"
+            )
+            return
+        own = parallelized.undo(module)
+        for optimizer in self.optimizers:
+            make_optimizer_whole(optimizer, own)
+
+    # The step ---------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._synchronize_buffers()
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._averaged and closure_loss.requires_grad:
+            _torch.after_backward(closure_loss, lambda: reduce_gradients(self._averaged, self.mesh.data_group))
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._free_gathered()  # what is still gathered now holds the values of before the step
+        return result
+
+    def _synchronize_buffers(self) -> None:
+        if self._has_buffers:
+            assert self.lightning_module is not None
+            synchronize_buffers(self.lightning_module)
+
+    def _free_gathered(self) -> None:
+        assert self.lightning_module is not None
+        reshard_units(self.lightning_module)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().predict_step(*args, **kwargs)
+        if self._lock_step is not None and self._lock_step.is_short_after_this():
+            super().predict_step(*args, **kwargs)  # the other ranks gather parameters for one batch more
+        return result
+
+    @override
+    def on_predict_start(self) -> None:
+        self._synchronize_buffers()
+        assert self.lightning_module is not None
+        self._lock_step = PredictLockStep(self.lightning_module.trainer)
+
+    @override
+    def on_predict_end(self) -> None:
+        self._lock_step = None
+        self._free_gathered()
+
+    on_validation_start = on_test_start = _synchronize_buffers
+    on_validation_end = on_test_end = _free_gathered
+
+    # Checkpoints ------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return whole_state_dict(self.lightning_module, keep=self.is_global_zero)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        load_whole_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return whole_optimizer_state(optimizer, keep=self.is_global_zero)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_whole_optimizer_state(optimizer, state)

@@ -1,0 +1,61 @@
+"""Take over the optimizers that the user's module made, object, groups and schedulers unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_parallel.checkpoint.whole import make_optimizer_sharded
+from lightning_parallel.errors import check
+
+
+def adopt_optimizers(
+    optimizers: Sequence[Optimizer], module: nn.Module, replaced: Mapping[Tensor, Tensor] | None = None
+) -> None:
+    """Let `optimizers` train what stands in the place of the module's parameters now.
+
+    Args:
+        optimizers: As the module made them; changed in place.
+        module: The module as it is now.
+        replaced: The module's own parameter -> what stands in its place.
+
+    Raises:
+        ConfigurationError: For an optimizer that trains tensors which are no parameters of the module: nobody reduces
+            their gradients, and the ranks would drift apart.
+    """
+    for optimizer in optimizers:
+        make_optimizer_sharded(optimizer, replaced or {})
+    check(_strangers(optimizers, module))
+    for optimizer in optimizers:
+        _separate_mixed_groups(optimizer)
+
+
+def _strangers(optimizers: Sequence[Optimizer], module: nn.Module) -> list[str]:
+    known = set(module.parameters())
+    found = []
+    for optimizer in optimizers:
+        shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in known]
+        if shapes:
+            found.append(
+                f"{type(optimizer).__name__} trains {len(shapes)} tensors that are no parameters of "
+                f"{type(module).__name__} (shapes {', '.join(map(str, shapes[:4]))}), so nobody would average their "
+                "gradients over the ranks; register them on the module, or leave them out"
+            )
+    return found
+
+
+def _separate_mixed_groups(optimizer: Optimizer) -> None:
+    """Torch's fused and foreach steps take no list of sharded and whole parameters: step one by one there."""
+    for group in optimizer.param_groups:
+        kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
+        given = [name for name in ("foreach", "fused") if group.get(name)]
+        if len(kinds) == 2 and given:
+            group.update(dict.fromkeys(given, False))
+            rank_zero_info(
+                f"{type(optimizer).__name__}: a group holds sharded and whole parameters, so {' and '.join(given)} "
+                "is off there"
+            )

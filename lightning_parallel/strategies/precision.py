@@ -1,0 +1,54 @@
+"""Lightning's precision plugins, clipping over shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parallel.techniques.clipping import clip_gradients_by_norm
+
+
+class _ClipsShards(Precision):
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_gradients_by_norm(self.main_params(optimizer), clip_val)
+
+
+class ShardedPrecision(_ClipsShards):
+    """``32-true``, or whatever the module has."""
+
+
+class ShardedHalfPrecision(_ClipsShards, HalfPrecision):
+    """``bf16-true`` and ``16-true``."""
+
+
+class ShardedDoublePrecision(_ClipsShards, DoublePrecision):
+    """``64-true``."""
+
+
+class ShardedMixedPrecision(_ClipsShards, MixedPrecision):
+    """``bf16-mixed`` and ``16-mixed``."""
+
+
+_SHARDED: dict[type[Precision], type[Precision]] = {
+    Precision: ShardedPrecision,
+    HalfPrecision: ShardedHalfPrecision,
+    DoublePrecision: ShardedDoublePrecision,
+    MixedPrecision: ShardedMixedPrecision,
+}
+for _plain, _sharded in _SHARDED.items():
+    # Lightning files a plugin's state in checkpoints under this name: it stays what plain Lightning looks for.
+    _sharded.__qualname__ = _plain.__qualname__
+
+
+def sharded_precision(plugin: Precision | None) -> Precision | None:
+    """The same plugin with clipping over shards; a user's own kind of plugin is left as it is."""
+    if type(plugin) not in _SHARDED:
+        return plugin
+    cls = _SHARDED[type(plugin)]
+    sharded: Any = cls.__new__(cls)
+    sharded.__dict__.update(vars(plugin))
+    return sharded  # type: ignore[no-any-return]

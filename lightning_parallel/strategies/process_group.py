@@ -1,0 +1,209 @@
+"""What every strategy with one process a device shares: refusals before launch, the process group, collectives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.strategies.admission import device_violations, module_violations
+from lightning_parallel.strategies.sampling import SampleDealer
+from lightning_parallel.techniques.materialize import Deferral
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class ProcessGroupStrategy(ParallelStrategy):
+    """One process a device, started as Lightning starts them or by torchrun, SLURM and the like.
+
+    Args:
+        process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
+        timeout: How long a collective waits for a rank that is missing; seconds or a timedelta.
+    """
+
+    def __init__(
+        self, *, process_group_backend: str | None = None, timeout: timedelta | float = default_pg_timeout
+    ) -> None:
+        super().__init__()
+        self.num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        self._deferral = Deferral(to_meta=self._defers_init)
+        self._dealer: SampleDealer | None = None
+
+    _defers_init = False
+    """Whether `configure_model` is recorded instead of run, so that no rank holds the whole module."""
+
+    # What is refused, and when ----------------------------------------------------------------------------------
+
+    def set_up_violations(self) -> list[str]:
+        """Why this strategy cannot run on these devices; known as soon as the Trainer is made."""
+        return device_violations(self)
+
+    def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
+        """Why this strategy cannot run this module; asked before processes start where the module is built by then."""
+        return module_violations(self, module, is_fitting=is_fitting)
+
+    def refuse(self, violations: list[str]) -> None:
+        """Raise with all `violations` on rank 0; the other ranks see the same ones and end without repeating them."""
+        if violations:
+            raise ConfigurationError(violations if self.global_rank == 0 else ["refused; rank 0 says why"])
+
+    def _check_module(self, module: LightningModule) -> None:
+        if not is_overridden("configure_model", module):
+            is_fitting = module._trainer is None or module.trainer.state.fn == TrainerFn.FITTING
+            self.refuse(self.module_violations(module, is_fitting=is_fitting))
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self.refuse(self.set_up_violations())
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _CheckingLauncher(self)
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        self._check_module(model)
+
+    # The process group ------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this machine."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning's question whether to give each rank other samples."""
+        return True
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend as given, or as chosen once the device is known."""
+        return self._process_group_backend
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment, and Lightning's rank-zero functions, which process this is."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self.chosen_backend()
+        assert self.cluster_environment is not None
+        device = self.root_device
+        _init_dist_connection(
+            self.cluster_environment,
+            self._process_group_backend,
+            timeout=self._timeout,
+            device_id=device if device.type != "cpu" else None,
+        )
+        assert self.lightning_module is not None
+        self._deferral.attach(self.lightning_module)
+
+    def chosen_backend(self) -> str:
+        """The backend given, or the one that fits the device."""
+        return self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._dealer = SampleDealer(trainer)
+        if is_overridden("configure_model", self.lightning_module):  # only now is there a module to look at
+            is_fitting = trainer.state.fn == TrainerFn.FITTING
+            self.refuse(self.module_violations(self.lightning_module, is_fitting=is_fitting))
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return dataloader if self._dealer is None else self._dealer.deal_out(dataloader)
+
+    # Collectives ------------------------------------------------------------------------------------------------
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    @override
+    def teardown(self) -> None:
+        self._deferral.detach()
+        if self._dealer is not None:
+            self._dealer.detach()
+        super().teardown()
+
+
+class _CheckingLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher, which starts no process for a module that will be refused."""
+
+    def __init__(self, strategy: ProcessGroupStrategy) -> None:
+        assert strategy.cluster_environment is not None
+        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self._strategy = strategy
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        if self._strategy.lightning_module is not None:
+            self._strategy._check_module(self._strategy.lightning_module)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+def is_started_externally() -> bool:
+    """Whether something like torchrun started several processes."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -1,0 +1,62 @@
+"""`zero1_custom`: DDP with the optimizer state sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parallel.errors import check
+from lightning_parallel.strategies.ddp import DDPStrategy
+from lightning_parallel.techniques.optimizer_sharding import ShardedOptimizer, optimizer_violations
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class ZeroStrategy(DDPStrategy):
+    """DDP whose optimizer state is sharded (ZeRO-1): the user's optimizer, groups and schedulers are kept.
+
+    Takes the arguments of :class:`DDPStrategy`. A parameter belongs to one rank as a whole, so the largest parameter
+    bounds how even the shares are.
+
+    Example:
+        >>> Trainer(strategy=ZeroStrategy(), devices=2)
+    """
+
+    _sharded: tuple[ShardedOptimizer, ...] = ()
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        check(violation for optimizer in self.optimizers for violation in optimizer_violations(optimizer))
+        self._sharded = tuple(ShardedOptimizer(optimizer) for optimizer in self.optimizers)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        for sharded in self._sharded:
+            if sharded.optimizer is optimizer:
+                return sharded.gather_state() or {}
+        return super().optimizer_state(optimizer)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        for sharded in self._sharded:
+            sharded.drop_foreign_state()
+
+    @override
+    def teardown(self) -> None:
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        for sharded in self._sharded:
+            # After an error other ranks may be gone: a collective would wait for them until it times out.
+            sharded.detach() if interrupted else sharded.make_whole()
+        self._sharded = ()
+        super().teardown()

@@ -1,0 +1,79 @@
+"""Clip gradients by their norm over all ranks, sharded and whole parameters together. Layer 2."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+_Axes = tuple[DeviceMesh | None, tuple[int, ...]]
+
+
+@torch.no_grad()
+def clip_gradients_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, equal on all ranks.
+
+    Equals `torch.nn.utils.clip_grad_norm_` of one process (Pascanu et al. 2013). Works on the local shards: that
+    function takes no mixture of tensors and DTensors, and each of its operations on a DTensor is dispatched twice.
+    A collective: one all-reduce of a number for each set of axes over which parameters are sharded.
+
+    Args:
+        parameters: Parameters, each counted once; those without a gradient are left out.
+        max_norm: The largest norm allowed.
+        norm_type: The order of the norm, also ``math.inf``.
+    """
+    by_axes: dict[_Axes, list[Tensor]] = defaultdict(list)
+    for parameter in dict.fromkeys(parameters):
+        if parameter.grad is not None:
+            by_axes[_sharded_axes(parameter.grad)].append(_local(parameter.grad))
+    gradients = [gradient for group in by_axes.values() for gradient in group]
+    if not gradients:
+        return torch.tensor(0.0)
+    powers = [_power(group, axes, norm_type) for axes, group in by_axes.items()]
+    device = gradients[0].device
+    total = torch.stack([power.to(device) for power in powers])
+    norm = total.max() if math.isinf(norm_type) else total.sum().pow(1.0 / norm_type)
+    torch.nn.utils.clip_grads_with_norm_(_holders(gradients), max_norm, norm)
+    return norm
+
+
+def _power(gradients: list[Tensor], axes: _Axes, norm_type: float) -> Tensor:
+    """The sum of the powers of all elements (their maximum for the infinite norm) over the ranks that share them."""
+    # A rank may hold no row of a small parameter; the infinite norm of nothing is an error in torch.
+    norm = torch.nn.utils.get_total_norm([g for g in gradients if g.numel()], norm_type)
+    is_max = math.isinf(norm_type)
+    power = norm if is_max else norm.pow(norm_type)
+    mesh, dims = axes
+    for dim in dims:
+        assert mesh is not None
+        power = power.to(mesh.device_type)
+        dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+    return power
+
+
+def _sharded_axes(gradient: Tensor) -> _Axes:
+    if not isinstance(gradient, DTensor):
+        return None, ()
+    return gradient.device_mesh, tuple(
+        dim for dim, placement in enumerate(gradient.placements) if isinstance(placement, Shard)
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _holders(gradients: list[Tensor]) -> list[Tensor]:
+    """Plain tensors whose `.grad` are the local gradients: what torch's scaling takes."""
+    holders = []
+    for gradient in gradients:
+        holder = torch.empty_like(gradient)
+        holder.grad = gradient
+        holders.append(holder)
+    return holders

@@ -1,0 +1,39 @@
+"""How DDP's gradients travel: as they are, in half the bytes, or as low-rank factors. Layer 2.
+
+Source: `torch.distributed.algorithms.ddp_comm_hooks`; PowerSGD is Vogels et al. 2019.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+HOOKS = ("none", "fp16", "bf16", "powersgd")
+_DEFAULT_POWERSGD_RANK = 4
+
+
+def comm_hook_violations(hook: str, powersgd_rank: int | None, backend: str) -> list[str]:
+    """Why `hook` cannot be used on `backend`; empty if it can."""
+    found = []
+    if hook not in HOOKS:
+        found.append(f"comm_hook={hook!r} is unknown; possible: {', '.join(HOOKS)}")
+    if hook == "bf16" and "nccl" not in backend:
+        found.append(f"comm_hook='bf16' needs NCCL, but the backend is {backend}; give comm_hook='fp16' or 'none'")
+    if powersgd_rank is not None and hook != "powersgd":
+        found.append(f"powersgd_rank={powersgd_rank} belongs to comm_hook='powersgd', but comm_hook is {hook!r}")
+    if powersgd_rank is not None and powersgd_rank < 1:
+        found.append(f"powersgd_rank={powersgd_rank} must be at least 1; 1 to 8 are usual")
+    return found
+
+
+def register_comm_hook(model: DistributedDataParallel, hook: str, *, powersgd_rank: int | None) -> None:
+    """Let the gradients of `model` travel by `hook`, on any device; Lightning's own strategy does so on CUDA only."""
+    if hook == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif hook == "bf16":
+        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    elif hook == "powersgd":
+        rank = powersgd_rank or _DEFAULT_POWERSGD_RANK
+        # The first two steps travel whole: torch's minimum with error feedback and warm start.
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

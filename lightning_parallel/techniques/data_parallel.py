@@ -1,0 +1,87 @@
+"""One process over several devices: scatter the batch, replicate the module, gather the results. Layer 2.
+
+The textbook baseline, `torch.nn.DataParallel`. It runs replicas in threads of one interpreter and copies the module in
+each step; DDP does neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import override
+
+
+class ReplicatedSteps(nn.DataParallel):
+    """`nn.DataParallel` around a LightningModule, called with the name of one of its methods.
+
+    A replica's `log` would write into the trainer from several threads at once. There it is noted instead, and
+    repeated once on the module, with the mean over the replicas.
+
+    Args:
+        module: The LightningModule, on the first device.
+        device_ids: The devices; the first is where results are gathered.
+
+    Example:
+        >>> ReplicatedSteps(module, [0, 1])("training_step", batch, batch_idx)
+    """
+
+    def __init__(self, module: nn.Module, device_ids: Sequence[int]) -> None:
+        super().__init__(_StepCall(module), list(device_ids))
+
+    @override
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        results, logs, weights = zip(*outputs, strict=True)
+        device = torch.device(output_device)
+        for calls in zip(*logs, strict=True):
+            (name, _, kwargs), values = calls[0], [value for _, value, _ in calls]
+            self.module.module.log(name, merge_results([torch.as_tensor(v) for v in values], weights, device), **kwargs)
+        return merge_results(results, weights, device)
+
+
+class _StepCall(nn.Module):
+    """`nn.DataParallel` replicates a module and calls `forward`; this one's `forward` calls any method."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        logs: list[tuple[str, Any, dict[str, Any]]] = []
+        if getattr(self.module, "_is_replica", False):
+            self.module.__dict__["log"] = lambda name, value, **options: logs.append((name, value, options))
+        return getattr(self.module, method)(*args, **kwargs), logs, num_samples((args, kwargs))
+
+
+def num_samples(batch: Any) -> int:
+    """The size of the first dimension of the first tensor in `batch`; 1 if there is none."""
+    return next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 1)
+
+
+def merge_results(results: Sequence[Any], weights: Sequence[int], device: torch.device) -> Any:
+    """One result of several replicas' results.
+
+    Scalars are averaged with the number of samples, so that a mean loss over unequal shares is the mean over the batch;
+    other tensors are joined along the first dimension.
+
+    Args:
+        results: What each replica's step returned, all of one structure.
+        weights: The number of samples of each replica.
+        device: Where the result goes.
+    """
+    if any(result is None for result in results):
+        return None
+    total = sum(weights)
+
+    def merge(*values: Any) -> Any:
+        if not isinstance(values[0], Tensor):
+            return values[0]
+        moved = [value.to(device) for value in values]
+        if values[0].ndim:
+            return torch.cat(moved)
+        return torch.stack([value * (weight / total) for value, weight in zip(moved, weights, strict=True)]).sum()
+
+    return tree_map(merge, *results)

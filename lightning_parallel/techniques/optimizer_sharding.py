@@ -1,0 +1,135 @@
+"""ZeRO-1: each rank steps its part of the parameters and keeps optimizer state for that part only. Layer 2.
+
+Source: Rajbhandari et al. 2020. The user's optimizer object, groups and schedulers are kept: a rank hides the gradients
+of the others' parameters while the optimizer steps, and every optimizer of torch skips parameters without a gradient,
+makes no state for them and does not decay them. Parameters are dealt out whole, so that optimizers with statistics of a
+whole matrix (Adafactor, Muon, LAMB) do what they do on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_parallel import _torch
+
+
+def optimizer_violations(optimizer: Optimizer) -> list[str]:
+    """Why `optimizer` cannot be sharded; empty if it can."""
+    if isinstance(optimizer, LBFGS):
+        return ["LBFGS keeps one history of all parameters together, which cannot be sharded; use ddp_custom"]
+    return []
+
+
+def deal_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """The owner of each parameter: largest first, always to the rank with the least so far. Equal on all ranks.
+
+    Args:
+        sizes: The number of elements of each parameter.
+        num_ranks: The number of ranks.
+    """
+    loads = [0] * num_ranks
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += sizes[index]
+    return owners
+
+
+class ShardedOptimizer:
+    """Makes the steps of a user's optimizer ZeRO-1 steps, by hooks on it; `detach` takes them off.
+
+    Args:
+        optimizer: The user's, on plain parameters that are equal on all ranks, as are their gradients.
+
+    Example:
+        >>> sharded = ShardedOptimizer(torch.optim.AdamW(ddp.parameters()))
+        >>> sharded.optimizer.step()
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._rank = dist.get_rank()
+        parameters = self._parameters()
+        owners = deal_out([p.numel() for p in parameters], dist.get_world_size())
+        self._owned: list[list[Tensor]] = [[] for _ in range(dist.get_world_size())]
+        for parameter, owner in zip(parameters, owners, strict=True):
+            self._owned[owner].append(parameter)
+        self._foreign = [p for rank, owned in enumerate(self._owned) if rank != self._rank for p in owned]
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self.drop_foreign_state()
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def drop_foreign_state(self) -> None:
+        """Forget the state of other ranks' parameters, which some optimizers make early and checkpoints contain."""
+        for parameter in self._foreign:
+            self.optimizer.state.pop(parameter, None)
+
+    def gather_state(self) -> dict[str, Any] | None:
+        """The whole optimizer's ``state_dict()`` in host memory on rank 0, ``None`` elsewhere. A collective."""
+        state = self.optimizer.state_dict()
+        local = {number: _to_host(entries) for number, entries in state["state"].items()}
+        parts: list[Any] | None = [None] * len(self._owned) if self._rank == 0 else None
+        dist.gather_object(local, parts, dst=0)
+        if parts is None:
+            return None
+        merged = {number: entries for part in parts for number, entries in part.items()}
+        return {**state, "state": dict(sorted(merged.items()))}
+
+    def detach(self) -> None:
+        """Take the hooks off; the optimizer steps all parameters again."""
+        for handle in self._handles:
+            handle.remove()
+
+    def make_whole(self) -> None:
+        """Give every rank the whole state and take the hooks off. A collective."""
+        box = [self.gather_state()]
+        dist.broadcast_object_list(box, src=0)
+        self.detach()
+        assert box[0] is not None
+        self.optimizer.load_state_dict(box[0])
+
+    def _parameters(self) -> list[Tensor]:
+        return list(dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"]))
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Hide others' gradients: now, or after the closure, in which backward and clipping need them all."""
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._then_hide(kwargs["closure"])}
+        if len(args) > 1 and args[1] is not None:  # torch counts the optimizer itself as the first argument
+            return (args[0], self._then_hide(args[1]), *args[2:]), kwargs
+        self._hide()
+        return None
+
+    def _then_hide(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def closure_then_hide() -> Any:
+            result = closure()
+            self._hide()
+            return result
+
+        return closure_then_hide
+
+    def _hide(self) -> None:
+        self._hidden = [(p, p.grad) for p in self._foreign if p.grad is not None]
+        for parameter, _ in self._hidden:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden = []
+        for rank, owned in enumerate(self._owned):
+            _torch.broadcast_tensors([parameter.detach() for parameter in owned], source=rank)
+
+
+def _to_host(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in entries.items()}

@@ -1,0 +1,88 @@
+"""Tensors that every rank holds whole: equal at the start, gradients averaged, buffers as under DDP. Layer 2."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from lightning_parallel import _torch
+
+_BUCKET_BYTES = 2**28
+
+
+@torch.no_grad()
+def synchronize_module(module: nn.Module, device: torch.device) -> None:
+    """Give every rank the parameters and buffers of rank 0. A collective over all ranks.
+
+    Without it, ranks that built the module from different seeds would each shard a different model. Tensors on the
+    meta device are left out: they get equal values when they are made.
+
+    Args:
+        module: The module, on the host or on the device.
+        device: Where the process group communicates; tensors elsewhere travel through it, a bucket at a time.
+    """
+    if not _is_parallel():
+        return
+    tensors = [t.detach() for t in chain(module.parameters(), module.buffers()) if not t.is_meta]
+    for bucket in _buckets(tensors):
+        travelling = [tensor.to(device) for tensor in bucket]
+        _torch.broadcast_tensors(travelling, source=0)
+        for tensor, value in zip(bucket, travelling, strict=True):
+            if value is not tensor:
+                tensor.copy_(value)
+
+
+@torch.no_grad()
+def synchronize_buffers(module: nn.Module) -> None:
+    """Give every rank the buffers of rank 0, as DDP does before each forward: BatchNorm statistics stay equal."""
+    if _is_parallel():
+        _torch.broadcast_tensors([buffer for buffer in module.buffers() if not buffer.is_meta], source=0)
+
+
+@torch.no_grad()
+def reduce_gradients(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
+    """Average the gradients of `parameters`, which each rank holds whole, over `group`. A collective.
+
+    A parameter that no rank used keeps no gradient; one that some ranks used counts as zero on the others. The mean
+    is linear, so gradients that were averaged in an earlier microstep may be in the sum.
+
+    Args:
+        parameters: The same parameters in the same order on every rank.
+        group: The ranks that read different samples.
+    """
+    if not parameters or group.size() == 1:
+        return
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+        if is_used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            by_dtype[parameter.dtype].append(parameter.grad)
+    for gradients in by_dtype.values():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(group.size())
+        dist.all_reduce(flat, group=group)
+        for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        bucket.append(tensor)
+        if sum(t.numel() * t.itemsize for t in bucket) >= _BUCKET_BYTES:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+def _is_parallel() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1

@@ -1,0 +1,213 @@
+"""Shard parameters, gradients and optimizer state with FSDP2, one unit a layer. Layer 2.
+
+Source: Zhao et al. 2023, "PyTorch FSDP"; Rajbhandari et al. 2020, "ZeRO"; `torch.distributed.fsdp.fully_shard`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel import _torch
+
+ROOT = ""
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "transformers", "torchvision", "torchmetrics")
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Which module is a unit, and which parameters stay whole on every rank.
+
+    Args:
+        units: Paths of the units, inner before outer; ``""`` is the module itself.
+        whole: Name of a parameter that is not sharded -> why. Its gradient is averaged over the ranks instead.
+    """
+
+    units: tuple[str, ...]
+    whole: dict[str, str]
+
+
+def plan_sharding(module: nn.Module, units: Sequence[str], *, root_is_unit: bool) -> ShardingPlan:
+    """Decide what is sharded with what; changes nothing.
+
+    Args:
+        module: The whole module.
+        units: Paths of submodules that can be sharded by themselves (`Anatomy.units`).
+        root_is_unit: Whether what no unit holds is sharded with the module itself. Not under manual optimization:
+            there backward runs inside the forward of the module, and a unit cannot reduce gradients before its
+            forward has ended. The outermost submodules with a forward are units then.
+    """
+    outer = [ROOT] if root_is_unit else [path for path in _outermost(module) if path not in units]
+    paths = sorted({*units, *outer}, key=lambda path: (-_depth(path), path))
+    owners = {
+        name: _owner(name, paths) for name, _ in module.named_parameters(remove_duplicate=False)
+    }
+    whole = {name: "no unit holds it" for name, owner in owners.items() if owner is None}
+    whole |= dict(_shared_across_units(module, owners))
+    whole |= dict(_unshardable(module, owners))
+    return ShardingPlan(tuple(paths), whole)
+
+
+def apply_sharding(
+    module: nn.Module,
+    plan: ShardingPlan,
+    mesh: DeviceMesh,
+    *,
+    reshard: str | int,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    device: torch.device,
+) -> None:
+    """Shard `module` in place: its parameters become DTensors on `mesh`. Needs the process group.
+
+    Args:
+        module: The whole module, on the host or on the device; each unit is moved to the device and sharded in turn.
+        plan: What `plan_sharding` decided.
+        mesh: One axis to shard over, or an axis to replicate over and one to shard over.
+        reshard: ``"always"`` frees gathered parameters after forward, ``"never"`` keeps them until the gradients are
+            reduced (ZeRO-2), a number keeps them sharded over so many ranks.
+        policy: Dtypes of gathering and reducing.
+        offload: Where shards live.
+        device: The rank's device.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    whole = {parameters[name] for name in plan.whole}
+    for parameter in whole:
+        parameter.data = parameter.data.to(device)
+    for path in plan.units:
+        unit = module.get_submodule(path)
+        for parameter in unit.parameters():
+            if not parameter.is_contiguous():  # channels_last: FSDP2 takes rows of contiguous tensors only
+                parameter.data = parameter.data.contiguous()
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=_reshard_after_forward(reshard, is_outermost=_is_outermost(path, plan)),
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=whole,
+        )
+
+
+def finish_sharding(module: nn.Module, plan: ShardingPlan, step_methods: Sequence[str]) -> None:
+    """Fix which unit is the root, and gather parameters in methods other than `forward`. After deferred init.
+
+    Args:
+        module: The sharded module.
+        plan: What `plan_sharding` decided.
+        step_methods: Methods of the module that Lightning calls in place of `forward`.
+    """
+    for path in plan.units:
+        unit = module.get_submodule(path)
+        if _is_outermost(path, plan):
+            _torch.initialize_sharding(unit)
+        for method in step_methods if path == ROOT else _own_methods(unit):
+            _torch.gather_around(unit, method, unit)
+
+
+def gather_in_method(module: nn.Module, plan: ShardingPlan, method: str) -> None:
+    """Gather the parameters of the unit around ``path.to.module.method`` while that method runs."""
+    path, _, name = method.rpartition(".")
+    owner = _owner(f"{path}." if path else "x", plan.units)
+    if owner is not None:
+        _torch.gather_around(module.get_submodule(path), name, module.get_submodule(owner))
+
+
+def reshard_units(module: nn.Module) -> None:
+    """Free what is still gathered, so that the module's parameters are its shards. Cheap where nothing is."""
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether any submodule is a unit of FSDP2."""
+    return any(isinstance(submodule, FSDPModule) for submodule in module.modules())
+
+
+def unreduced_parameters(module: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> list[str]:
+    """Names of trainable parameters that are neither sharded on `mesh` nor averaged: ranks would drift apart."""
+    return [
+        name
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad and name not in plan.whole and not _is_on(parameter, mesh)
+    ]
+
+
+def _is_on(parameter: Tensor, mesh: DeviceMesh) -> bool:
+    return isinstance(parameter, DTensor) and parameter.device_mesh == mesh
+
+
+def _reshard_after_forward(reshard: str | int, *, is_outermost: bool) -> bool | int | None:
+    if reshard == "never":
+        return False
+    if is_outermost:
+        return None  # torch keeps the root: backward begins with it
+    return True if reshard == "always" else int(reshard)
+
+
+def _outermost(module: nn.Module, path: str = "") -> Iterator[str]:
+    """The outermost submodules that have a forward of their own; lists and dicts of modules have none."""
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+            yield from _outermost(child, child_path)
+        elif next(child.parameters(), None) is not None:
+            yield child_path
+
+
+def _is_outermost(path: str, plan: ShardingPlan) -> bool:
+    return not any(path != other and (other == ROOT or path.startswith(f"{other}.")) for other in plan.units)
+
+
+def _owner(name: str, paths: Sequence[str]) -> str | None:
+    """The innermost unit around a parameter; `paths` has inner before outer."""
+    return next((path for path in paths if path == ROOT or name.startswith(f"{path}.")), None)
+
+
+def _depth(path: str) -> int:
+    return path.count(".") + 1 if path else 0
+
+
+def _shared_across_units(module: nn.Module, owners: dict[str, str | None]) -> Iterator[tuple[str, str]]:
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    for aliases in names.values():
+        if len({owners[alias] for alias in aliases}) > 1:
+            yield from ((alias, f"{aliases[0]} and {aliases[1]} are one parameter of two units") for alias in aliases)
+
+
+def _unshardable(module: nn.Module, owners: dict[str, str | None]) -> Iterator[tuple[str, str]]:
+    """Parameters that FSDP2 cannot take: scalars, and trainable ones of a second dtype in a unit."""
+    trainable = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
+    sizes: dict[str | None, Counter[torch.dtype]] = defaultdict(Counter)
+    for name, parameter in trainable:
+        sizes[owners[name]][parameter.dtype] += parameter.numel()
+    for name, parameter in trainable:
+        if parameter.dtype != (main := sizes[owners[name]].most_common(1)[0][0]):
+            yield name, f"{parameter.dtype} in a unit of {main}"
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.ndim == 0:
+            yield name, "a scalar"
+
+
+def _own_methods(unit: nn.Module) -> list[str]:
+    """Public methods that the user's own classes give `unit` besides `forward`: code may call them from outside."""
+    classes = [cls for cls in type(unit).__mro__ if cls.__module__.partition(".")[0] not in (*_LIBRARIES, "builtins")]
+    return sorted(
+        {
+            name
+            for cls in classes
+            for name, value in vars(cls).items()
+            if callable(value) and not isinstance(value, type | staticmethod | classmethod)
+            and not name.startswith("_") and name not in vars(nn.Module)
+        }
+    )

@@ -1,0 +1,39 @@
+"""The rank pools and what every test process sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.quiet import KNOWN
+from tests.ranks import RankPool
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)
+    for message in KNOWN:
+        config.addinivalue_line("filterwarnings", f"ignore:{message}")
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], RankPool]]:
+    """``ranks(2)``: a pool of two ranks, started at the first use and again if a test made it hang."""
+    pools: dict[int, RankPool] = {}
+
+    def pool_of(size: int) -> RankPool:
+        if size not in pools or not pools[size].is_alive:
+            pools[size] = RankPool(size, tmp_path_factory.mktemp(f"ranks{size}"))
+        return pools[size]
+
+    yield pool_of
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test writes, it writes elsewhere."""
+    monkeypatch.chdir(tmp_path)

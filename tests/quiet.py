@@ -1,0 +1,35 @@
+"""What Lightning and others say that no test is about."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+KNOWN = (
+    # Lightning about small loaders and missing loops
+    r".*does not have many workers.*",
+    r".*The number of training batches.*is smaller than the logging interval.*",
+    r".*You defined a `validation_step` but have no `val_dataloader`.*",
+    r".*GPU available but not used.*",
+    r".*`tensorboardX` has been removed.*",
+    r".*Checkpoint directory .* exists and is not empty.*",
+    r".*isinstance\(treespec, LeafSpec\).*",
+    r".*Using `DistributedSampler` with the dataloaders.*",
+    r".*torch.jit.script.*deprecated.*",
+    r".*Experiment logs directory .* exists and is not empty.*",
+    r".*The total number of parameters detected may be inaccurate.*",
+    r".*was called without a model.*",
+    r".*It is recommended to use `self.log\(.*sync_dist=True\)`.*",
+    r".*enable_nested_tensor is True.*",
+    r".*Found .* module\(s\) in eval mode at the start of training.*",
+)
+
+
+def silence() -> None:
+    """Turn warnings into errors, but for `KNOWN` ones, and logs off."""
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+    for message in KNOWN:
+        warnings.filterwarnings("ignore", message=message)
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)

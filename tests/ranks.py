@@ -1,0 +1,131 @@
+"""A pool of ranks, started once a session: real processes with a gloo group, a deadline, and a stack when it passes."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+DEADLINE = 60.0
+"""Seconds that a job may take; a rank that is not done by then is reported with its stack."""
+
+
+class RankError(AssertionError):
+    """A job failed on some ranks; the message has each rank's traceback."""
+
+
+class RankPool:
+    """`size` processes in which functions run side by side.
+
+    Args:
+        size: The number of ranks.
+        folder: Where ranks work and write their stacks.
+
+    Example:
+        >>> RankPool(2, tmp_path).run(function, argument)  # a list: the result of each rank
+    """
+
+    def __init__(self, size: int, folder: Path) -> None:
+        self.size = size
+        self._folder = folder
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, theirs, str(folder)), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE, **kwargs: Any) -> list[Any]:
+        """``function(*args, **kwargs)`` on every rank; returns the results in order of rank.
+
+        Raises:
+            RankError: With the traceback of each rank that raised, or the stack of each that was not done in time.
+        """
+        job = pickle.dumps((function, args, kwargs))
+        for connection in self._connections:
+            connection.send_bytes(job)
+        end = time.monotonic() + deadline
+        answers = [self._answer(rank, end) for rank in range(self.size)]
+        failures = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(answers) if error]
+        if failures:
+            if any("not done" in failure for failure in failures):
+                self.close()
+            raise RankError("\n".join(failures))
+        return [result for _, result in answers]
+
+    def _answer(self, rank: int, end: float) -> tuple[str, Any]:
+        connection, process = self._connections[rank], self._processes[rank]
+        try:
+            if connection.poll(max(0.0, end - time.monotonic())):
+                return pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return f"died with exit code {process.exitcode}", None
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return f"not done in time; it stands at\n{(self._folder / f'stack-{rank}').read_text()}", None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all ranks can take a job."""
+        return all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        """End the ranks."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(rank: int, size: int, port: int, connection: Connection, folder: str) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        LOCAL_RANK=str(rank),
+        NODE_RANK="0",
+        WORLD_SIZE=str(size),
+        OMP_NUM_THREADS="1",
+        TOKENIZERS_PARALLELISM="false",
+    )
+    os.chdir(tempfile.mkdtemp(dir=folder))
+    stack = Path(folder, f"stack-{rank}").open("w")  # noqa: SIM115 - open as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+
+    import torch
+
+    from tests.quiet import silence
+
+    torch.set_num_threads(1)
+    silence()
+    while True:
+        try:
+            function, args, kwargs = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = ("", function(*args, **kwargs))
+        except BaseException:
+            answer = (traceback.format_exc(), None)
+        connection.send_bytes(pickle.dumps(answer))
