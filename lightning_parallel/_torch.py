@@ -6,10 +6,12 @@ package may import a name of torch that begins with an underscore (a test enforc
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """One axis `name` in place of all axes of `mesh`; the root mesh then answers to `name` too.
+    """A mesh of one axis `name` in place of all axes of `mesh`.
 
     `DeviceMesh._flatten`, since 2.4; waits for a public spelling.
     """
@@ -94,6 +96,26 @@ def after_backward(tensor: Tensor, action: Any) -> None:
         Variable._execution_engine.queue_callback(action)
 
     tensor.register_hook(queue)
+
+
+@contextlib.contextmanager
+def initializer_replaced(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While this is open, `torch.nn.init.trunc_normal_` samples by ``replace(its own sampling)``.
+
+    Since 2.13 it samples by rejection, in a loop that looks at the values: not recordable operation by operation.
+    `torch.nn.init._no_grad_trunc_normal_`, since 1.3; there is no public way to note an initialisation.
+    """
+    original = nn.init._no_grad_trunc_normal_
+    nn.init._no_grad_trunc_normal_ = replace(original)
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original
+
+
+def without_function_modes() -> contextlib.AbstractContextManager[None]:
+    """Switch off `TorchFunctionMode`s, for code that is called by one. `torch._C.DisableTorchFunction`, since 1.13."""
+    return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
 
 
 HOOK_TABLES = (

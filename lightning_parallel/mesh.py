@@ -27,17 +27,13 @@ class Mesh:
 
     Args:
         degrees: Resolved degrees.
-        devices: The mesh of all ranks; ``devices["data_parallel"]`` is the one axis of all ranks that read different
-            samples, as in Lightning.
+        devices: The mesh of all ranks, with an axis for each degree.
+        data: One axis: the ranks that read different samples, over which losses and metrics are reduced.
     """
 
     degrees: Degrees
     devices: DeviceMesh
-
-    @property
-    def data(self) -> DeviceMesh:
-        """One axis: the ranks that read different samples, over which losses and metrics are reduced."""
-        return self.devices[DATA]
+    data: DeviceMesh
 
     @property
     def data_group(self) -> ProcessGroup:
@@ -69,6 +65,6 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     if degrees.replicate == 1:
         sizes = {DATA if axis == AXES["shard"] else axis: size for axis, size in sizes.items()}
     devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    if degrees.replicate != 1:
-        _torch.flattened(devices[(AXES["replicate"], AXES["shard"])], DATA)
-    return Mesh(degrees, devices)
+    if degrees.replicate == 1:
+        return Mesh(degrees, devices, data=devices[DATA])
+    return Mesh(degrees, devices, data=_torch.flattened(devices[(AXES["replicate"], AXES["shard"])], DATA))

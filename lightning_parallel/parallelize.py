@@ -17,7 +17,7 @@ from lightning_parallel.footprint import Footprint
 from lightning_parallel.layers import find_layers
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.precision import DtypePolicy
-from lightning_parallel.techniques.materialize import InitRecord, check_materializable
+from lightning_parallel.techniques.materialize import InitRecord
 from lightning_parallel.techniques.offload import build_offload_policy
 from lightning_parallel.techniques.replicate import synchronize_module
 from lightning_parallel.techniques.sharding import (
@@ -107,7 +107,6 @@ def parallelize(
     Raises:
         ConfigurationError: For tensors that cannot be made, and for parameters whose gradients nobody reduces.
     """
-    check_materializable(module, init)
     anatomy = find_layers(module, policies.layers)
     footprint = Footprint(module)
 
@@ -123,12 +122,15 @@ def parallelize(
         device=device,
     )
     if init is not None:
-        init.materialize(module, device)
+        shards_on = device if policies.offload == "none" else torch.device("cpu")
+        init.materialize(module, device, shards_on=shards_on)
     finish_sharding(module, plan, policies.step_methods)
     for method in policies.forward_methods:
         gather_in_method(module, plan, method)
 
     footprint.close()
+    for own, current in footprint.replaced():
+        current.__dict__.update(vars(own))  # marks that code reads, such as `parameter.no_weight_decay`
     _audit(module, plan, mesh)
     result = Parallelized(mesh, plan, footprint)
     module.__dict__[_KEY] = result

@@ -62,8 +62,7 @@ def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False) -> di
             continue
         gathered = whole(value) if isinstance(value, Tensor) else value
         if keep:
-            is_alias = copy and isinstance(value, Tensor) and gathered.data_ptr() == value.data_ptr()
-            result[name] = gathered.clone() if is_alias else gathered
+            result[name] = gathered.clone() if copy and _share_memory(gathered, value) else gathered
     return result
 
 
@@ -136,6 +135,14 @@ def _first_names(module: nn.Module) -> dict[str, str]:
     """Name of a parameter -> the first of its names: one gather for tied weights, decided alike on all ranks."""
     first: dict[Tensor, str] = {}
     return {name: first.setdefault(p, name) for name, p in module.named_parameters(remove_duplicate=False)}
+
+
+def _share_memory(gathered: Any, value: Any) -> bool:
+    """Whether gathering made no copy: the tensor is plain and on the host, or sharded over a single rank."""
+    if not isinstance(value, Tensor):
+        return False
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return bool(gathered.untyped_storage().data_ptr() == local.untyped_storage().data_ptr())
 
 
 def _gathered(value: Any, keep: bool) -> Any:

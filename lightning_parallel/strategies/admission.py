@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
-from lightning_parallel.techniques.materialize import unrecorded_meta_tensors
+from lightning_parallel.techniques.materialize import InitRecord, unrecorded_meta_tensors
 from lightning_parallel.techniques.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ def device_violations(strategy: ProcessGroupStrategy) -> list[str]:
     return found
 
 
-def module_violations(strategy: ProcessGroupStrategy | None, module: LightningModule, *, is_fitting: bool) -> list[str]:
+def module_violations(
+    module: LightningModule, *, is_fitting: bool, record: InitRecord | None = None
+) -> list[str]:
     """Reasons that lie in the module."""
     found = []
     if is_fitting and not any(parameter.requires_grad for parameter in module.parameters()):
@@ -48,7 +50,6 @@ def module_violations(strategy: ProcessGroupStrategy | None, module: LightningMo
             f"{type(module).__name__} has no trainable parameters ({count} parameters, all frozen); there is nothing "
             "to train: unfreeze some, or call validate, test or predict"
         )
-    record = None if strategy is None else strategy._deferral.record
     if made_on_meta := unrecorded_meta_tensors(module, record):
         found.append(
             f"{len(made_on_meta)} tensors of {type(module).__name__} are on the meta device and nobody knows their "

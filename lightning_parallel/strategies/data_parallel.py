@@ -8,6 +8,7 @@ import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
@@ -16,6 +17,7 @@ from lightning_parallel.errors import check
 from lightning_parallel.strategies.admission import module_violations, sharded_elsewhere_violations
 from lightning_parallel.strategies.process_group import is_started_externally
 from lightning_parallel.techniques.data_parallel import ReplicatedSteps
+from lightning_parallel.techniques.materialize import Deferral
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -35,6 +37,7 @@ class DataParallelStrategy(ParallelStrategy):
         super().__init__()
         self.num_nodes = 1
         self._steps: ReplicatedSteps | None = None
+        self._deferral = Deferral(to_meta=False, tell=rank_zero_info)
 
     @override
     def _configure_launcher(self) -> None:
@@ -56,7 +59,9 @@ class DataParallelStrategy(ParallelStrategy):
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
         fitting = model._trainer is not None and model.trainer.state.fn == TrainerFn.FITTING
-        found = [*module_violations(None, model, is_fitting=fitting), *sharded_elsewhere_violations(self, model)]
+        found = sharded_elsewhere_violations(self, model)
+        if not is_overridden("configure_model", model):
+            found += module_violations(model, is_fitting=fitting)
         if len(self._devices) > 1 and not model.automatic_optimization:
             found.append(
                 "manual optimization runs backward inside the step, which dp_custom runs in a thread for each of "
@@ -98,6 +103,12 @@ class DataParallelStrategy(ParallelStrategy):
     @override
     def is_global_zero(self) -> bool:
         return True
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.lightning_module is not None
+        self._deferral.attach(self.lightning_module)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -168,4 +179,5 @@ class DataParallelStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         self._steps = None
+        self._deferral.detach()
         super().teardown()

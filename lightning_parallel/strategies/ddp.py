@@ -84,8 +84,6 @@ class DDPStrategy(ProcessGroupStrategy):
         module = self.lightning_module
         assert module is not None
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._deferral.record is not None:
-            self._deferral.record.materialize(module, self.root_device)
         if is_fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)

@@ -287,6 +287,11 @@ class MeshStrategy(ProcessGroupStrategy):
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self._deferral.record is not None  # before, there is nothing to load into
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None

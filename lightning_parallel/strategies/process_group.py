@@ -21,7 +21,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
@@ -49,7 +49,7 @@ class ProcessGroupStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        self._deferral = Deferral(to_meta=self._defers_init)
+        self._deferral = Deferral(to_meta=self._defers_init, tell=rank_zero_info)
         self._dealer: SampleDealer | None = None
 
     _defers_init = False
@@ -63,7 +63,7 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
         """Why this strategy cannot run this module; asked before processes start where the module is built by then."""
-        return module_violations(self, module, is_fitting=is_fitting)
+        return module_violations(module, is_fitting=is_fitting, record=self._deferral.record)
 
     def refuse(self, violations: list[str]) -> None:
         """Raise with all `violations` on rank 0; the other ranks see the same ones and end without repeating them."""
