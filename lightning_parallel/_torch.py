@@ -32,7 +32,8 @@ def broadcast_tensors(tensors: Sequence[Tensor], *, source: int, bucket_bytes: i
     `torch.distributed._broadcast_coalesced`, since 1.0; what DDP itself uses, no public spelling.
     """
     if tensors:
-        dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), list(tensors), bucket_bytes, source)
+        group = dist.distributed_c10d._get_default_group()
+        dist._broadcast_coalesced(group, list(tensors), bucket_bytes, source)  # type: ignore[attr-defined]
 
 
 def initialize_sharding(root: nn.Module) -> None:

@@ -107,9 +107,8 @@ class Footprint:
         back: dict[Tensor, nn.Parameter] = {}
         for original, current in self.replaced():
             back[current] = self._refill(original, gather(current), current.requires_grad)
-        own = {current: parameter for current, parameter in back.items()}
         for module, before in self._befores.items():
-            standing = {name: own[module._parameters[name]] for name in before.parameters}  # type: ignore[index]
+            standing = {name: back[module._parameters[name]] for name in before.parameters}  # type: ignore[index]
             before.undo(module)
             for name, parameter in standing.items():
                 # Not into the table: modules such as nn.LSTM keep a second list of their weights.
@@ -125,7 +124,8 @@ class Footprint:
             ).copy_(value)
         original.data = value
         original.grad = None
-        return original.requires_grad_(requires_grad)
+        original.requires_grad_(requires_grad)
+        return original
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """The one page on which techniques meet; the order of the calls is the order of application. Layer 3.
 
-tensor -> context -> recompute -> compile -> shard | replicate. A pipeline splits first and calls this page on each part.
+tensor -> context -> recompute -> compile -> shard | replicate. A pipeline splits first and calls this on each part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class Policies:
     backward_in_step: bool = False
     reshard: str | int = "always"
     offload: str = "none"
-    dtypes: DtypePolicy = DtypePolicy()
+    dtypes: DtypePolicy = field(default_factory=DtypePolicy)
 
 
 @dataclass(frozen=True)

@@ -301,7 +301,9 @@ class EncoderDecoder(Case):
     def loss(self, tokens: Tensor) -> Tensor:
         embedded = self.tokens(tokens)
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
-        return next_token_loss(self.head(self.transformer(embedded, embedded, tgt_mask=mask, tgt_is_causal=True)), tokens)
+        return next_token_loss(
+            self.head(self.transformer(embedded, embedded, tgt_mask=mask, tgt_is_causal=True)), tokens
+        )
 
 
 class Varying(Dataset[tuple[Tensor]]):
@@ -332,6 +334,22 @@ CASES: dict[str, type[L.LightningModule]] = {
     "varying_length": ByteGPT,
 }
 """Name of a case -> its module."""
+
+
+class AllFrozen(ByteGPT):
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.requires_grad_(False)
+
+
+class MetaInInit(ByteGPT):
+    def __init__(self, optimizer: str = "sgd") -> None:
+        with torch.device("meta"):
+            super().__init__(optimizer)
+
+
+REFUSED_CASES: dict[str, type[L.LightningModule]] = {"all_frozen": AllFrozen, "meta_in_init": MetaInInit}
+"""Modules that no strategy can train."""
 
 
 def data_of(case: str, num_samples: int, global_batch: int) -> Dataset[Any]:

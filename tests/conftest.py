@@ -18,6 +18,26 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", f"ignore:{message}")
 
 
+_TABLE: dict[tuple[str, str], str] = {}
+
+
+@pytest.fixture(scope="session")
+def parity_table() -> dict[tuple[str, str], str]:
+    """(module, name) -> largest difference to one process; printed at the end of the session."""
+    return _TABLE
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not _TABLE:
+        return
+    names = list(dict.fromkeys(name for _, name in _TABLE))
+    terminalreporter.section("largest difference to one process (SGD and AdamW, 5 steps, fp32)")
+    terminalreporter.line(" ".join([f"{'':18}", *(f"{name:>20}" for name in names)]))
+    for case in dict.fromkeys(case for case, _ in _TABLE):
+        cells = (f"{_TABLE.get((case, name), '-'):>20}" for name in names)
+        terminalreporter.line(" ".join([f"{case:18}", *cells]))
+
+
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], RankPool]]:
     """``ranks(2)``: a pool of two ranks, started at the first use and again if a test made it hang."""

@@ -41,7 +41,8 @@ def whole(tensor: Tensor) -> Tensor:
     """The whole of `tensor` as a plain tensor in host memory, on every rank. A collective if it is sharded."""
     if isinstance(tensor, DTensor):
         # Offloaded shards lie in host memory, while their process group moves device memory.
-        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+        on_device: Any = tensor.to(tensor.device_mesh.device_type)
+        tensor = on_device.full_tensor()
     return tensor.detach().cpu()
 
 

@@ -32,7 +32,9 @@ def device_violations(accelerator: Any, devices: Any) -> list[str]:
         return [f"accelerator={accelerator!r}, but this machine has no CUDA device; {_listing()}"]
     if not on_cuda:
         if wanted is not None:
-            return [f"devices={devices!r} names devices by index, but the host is one device; give a number; {_listing()}"]
+            return [
+                f"devices={devices!r} names devices by index, but the host is one device; give a number; {_listing()}"
+            ]
         return []
     count = torch.cuda.device_count()
     missing = [index for index in wanted or () if not 0 <= index < count]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from lightning_parallel.techniques.sharding import is_sharded
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
+    from lightning.pytorch.strategies import Strategy
 
     from lightning_parallel.strategies.process_group import ProcessGroupStrategy
 
@@ -39,9 +42,7 @@ def device_violations(strategy: ProcessGroupStrategy) -> list[str]:
     return found
 
 
-def module_violations(
-    module: LightningModule, *, is_fitting: bool, record: InitRecord | None = None
-) -> list[str]:
+def module_violations(module: LightningModule, *, is_fitting: bool, record: InitRecord | None = None) -> list[str]:
     """Reasons that lie in the module."""
     found = []
     if is_fitting and not any(parameter.requires_grad for parameter in module.parameters()):
@@ -82,6 +83,16 @@ def forward_method_violations(module: nn.Module, methods: Iterable[str]) -> list
                 "such as 'model.generate'"
             )
     return found
+
+
+@contextlib.contextmanager
+def without_unmade_module(strategy: Strategy) -> Iterator[None]:
+    """Lightning's teardown moves the module to the host; one that was refused on the meta device has no data to move."""
+    module = strategy.lightning_module
+    if module is not None and any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
+        strategy._lightning_module = None
+    yield
+    strategy._lightning_module = module
 
 
 def rank_share_of_host_memory(local_world_size: int) -> int:

@@ -14,7 +14,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parallel.errors import check
-from lightning_parallel.strategies.admission import module_violations, sharded_elsewhere_violations
+from lightning_parallel.strategies.admission import (
+    module_violations,
+    sharded_elsewhere_violations,
+    without_unmade_module,
+)
 from lightning_parallel.strategies.process_group import is_started_externally
 from lightning_parallel.techniques.data_parallel import ReplicatedSteps
 from lightning_parallel.techniques.materialize import Deferral
@@ -180,4 +184,5 @@ class DataParallelStrategy(ParallelStrategy):
     def teardown(self) -> None:
         self._steps = None
         self._deferral.detach()
-        super().teardown()
+        with without_unmade_module(self):
+            super().teardown()

@@ -125,8 +125,8 @@ class DDPStrategy(ProcessGroupStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if _UNUSED in str(exception):
             exception.add_note(
-                "A step left parameters unused. Let DDP look for them: --strategy=ddp_custom:find_unused_parameters=true "
-                "or DDPStrategy(find_unused_parameters=True)."
+                "A step left parameters unused. Let DDP look for them: "
+                "--strategy=ddp_custom:find_unused_parameters=true or DDPStrategy(find_unused_parameters=True)."
             )
 
     @override

@@ -25,7 +25,7 @@ from lightning_parallel.checkpoint.whole import (
     whole_optimizer_state,
     whole_state_dict,
 )
-from lightning_parallel.degrees import Degree, Degrees, reshard_violations
+from lightning_parallel.degrees import Degrees, reshard_violations
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.layers import layers_violations
 from lightning_parallel.mesh import Mesh, build_mesh

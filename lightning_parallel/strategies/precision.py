@@ -46,7 +46,7 @@ for _plain, _sharded in _SHARDED.items():
 
 def sharded_precision(plugin: Precision | None) -> Precision | None:
     """The same plugin with clipping over shards; a user's own kind of plugin is left as it is."""
-    if type(plugin) not in _SHARDED:
+    if plugin is None or type(plugin) not in _SHARDED:
         return plugin
     cls = _SHARDED[type(plugin)]
     sharded: Any = cls.__new__(cls)

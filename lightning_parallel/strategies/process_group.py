@@ -26,7 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.strategies.admission import device_violations, module_violations
+from lightning_parallel.strategies.admission import device_violations, module_violations, without_unmade_module
 from lightning_parallel.strategies.sampling import SampleDealer
 from lightning_parallel.techniques.materialize import Deferral
 
@@ -120,7 +120,7 @@ class ProcessGroupStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
     def setup_environment(self) -> None:
@@ -186,7 +186,8 @@ class ProcessGroupStrategy(ParallelStrategy):
         self._deferral.detach()
         if self._dealer is not None:
             self._dealer.detach()
-        super().teardown()
+        with without_unmade_module(self):
+            super().teardown()
 
 
 class _CheckingLauncher(_SubprocessScriptLauncher):

@@ -43,7 +43,7 @@ class SampleDealer:
         sampler = _get_distributed_sampler(
             loader,
             _is_dataloader_shuffled(loader),
-            overfit_batches=self._trainer.overfit_batches,
+            overfit_batches=self._trainer.overfit_batches,  # type: ignore[attr-defined]
             **(self._trainer.distributed_sampler_kwargs or {}),
         )
         return _update_dataloader(loader, sampler)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
 
-class ReplicatedSteps(nn.DataParallel):
+class ReplicatedSteps(nn.DataParallel[nn.Module]):
     """`nn.DataParallel` around a LightningModule, called with the name of one of its methods.
 
     A replica's `log` would write into the trainer from several threads at once. There it is noted instead, and
@@ -36,9 +36,10 @@ class ReplicatedSteps(nn.DataParallel):
     def gather(self, outputs: Any, output_device: Any) -> Any:
         results, logs, weights = zip(*outputs, strict=True)
         device = torch.device(output_device)
+        module: Any = self.module.module
         for calls in zip(*logs, strict=True):
             (name, _, kwargs), values = calls[0], [value for _, value, _ in calls]
-            self.module.module.log(name, merge_results([torch.as_tensor(v) for v in values], weights, device), **kwargs)
+            module.log(name, merge_results([torch.as_tensor(v) for v in values], weights, device), **kwargs)
         return merge_results(results, weights, device)
 
 

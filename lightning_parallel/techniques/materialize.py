@@ -1,9 +1,9 @@
 """Deferred initialisation: record how a module makes its weights, and replay it tensor by tensor. Layer 2.
 
 `configure_model` runs with every new tensor on the meta device, where it takes no memory, while the operations that
-would have filled it are noted. After sharding they run for real, in the same order and from the same state of the random
-number generator, so that the numbers are those of an eager build; each tensor is cut into shards and freed as soon as
-its last operation is done. A rank holds its shards and little more than one whole tensor at a time.
+would have filled it are noted. After sharding they run for real, in the same order and from the same state of the
+random number generator, so that the numbers are those of an eager build; each tensor is cut into shards and freed as
+soon as its last operation is done. A rank holds its shards and little more than one whole tensor at a time.
 
 What cannot be recorded (values that steer the construction and are random, tensors kept where nobody finds them) is
 built eagerly instead, from the same random state. The idea is that of torchdistX's deferred initialisation.
@@ -140,7 +140,7 @@ class InitRecord:
         storage = tensor.untyped_storage()
         self._storages.setdefault(storage._cdata, storage)
         return _Ref(
-            storage._cdata, tensor.dtype, tuple(tensor.size()), tensor.stride(), tensor.storage_offset(), len(storage)
+            storage._cdata, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), len(storage)
         )
 
     def note(self, function: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:

@@ -46,9 +46,7 @@ def plan_sharding(module: nn.Module, units: Sequence[str], *, root_is_unit: bool
     """
     outer = [ROOT] if root_is_unit else [path for path in _outermost(module) if path not in units]
     paths = sorted({*units, *outer}, key=lambda path: (-_depth(path), path))
-    owners = {
-        name: _owner(name, paths) for name, _ in module.named_parameters(remove_duplicate=False)
-    }
+    owners = {name: _owner(name, paths) for name, _ in module.named_parameters(remove_duplicate=False)}
     whole = {name: "no unit holds it" for name, owner in owners.items() if owner is None}
     whole |= dict(_shared_across_units(module, owners))
     whole |= dict(_unshardable(module, owners))
@@ -207,7 +205,9 @@ def _own_methods(unit: nn.Module) -> list[str]:
             name
             for cls in classes
             for name, value in vars(cls).items()
-            if callable(value) and not isinstance(value, type | staticmethod | classmethod)
-            and not name.startswith("_") and name not in vars(nn.Module)
+            if callable(value)
+            and not isinstance(value, type | staticmethod | classmethod)
+            and not name.startswith("_")
+            and name not in vars(nn.Module)
         }
     )

@@ -1,0 +1,90 @@
+"""Every module under every name, against one process: losses, initial and final weights. The support matrix."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_parallel
+from lightning_parallel.presets import PRESETS
+from tests.cases import CASES, REFUSED_CASES
+from tests.parity import TOLERANCE, Outcome, is_moving, train, worst
+from tests.ranks import RankError, RankPool
+
+MATRIX = Path(__file__).with_name("support_matrix.json")
+OPTIMIZERS = ("sgd", "adamw")
+_references: dict[tuple[str, str], Outcome] = {}
+
+
+def reference(case: str, optimizer: str) -> Outcome:
+    """Plain Lightning in one process, once a session."""
+    key = case, optimizer
+    if key not in _references:
+        _references[key] = train(case, optimizer, "auto", 1)
+        assert is_moving(_references[key])
+    return _references[key]
+
+
+def run(ranks: Callable[[int], RankPool], case: str, optimizer: str, name: str) -> Outcome:
+    if name == "dp_custom":
+        return train(case, optimizer, name, 2)
+    return ranks(num_ranks(name)).run(train, case, optimizer, name, num_ranks(name))[0]
+
+
+def num_ranks(name: str) -> int:
+    return 4 if name == "hsdp_custom" else 2
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("case", CASES)
+def test_parity(ranks: Any, parity_table: dict[tuple[str, str], str], case: str, name: str) -> None:
+    differences = [worst(run(ranks, case, optimizer, name), reference(case, optimizer)) for optimizer in OPTIMIZERS]
+    parity_table[case, name] = f"{max(differences):.0e}"
+    assert max(differences) <= TOLERANCE, dict(zip(OPTIMIZERS, differences, strict=True))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("case", REFUSED_CASES)
+def test_refusal(ranks: Any, parity_table: dict[tuple[str, str], str], case: str, name: str) -> None:
+    reason = json.loads(MATRIX.read_text())["cells"][case][name].removeprefix("refused: ")
+    parity_table[case, name] = "refused"
+    with pytest.raises((lightning_parallel.ConfigurationError, RankError)) as caught:
+        run(ranks, case, "sgd", name)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [
+        ("fsdp_custom:reshard=2", 4),
+        ("fsdp_custom:reshard=1", 2),
+        ("fsdp_custom:replicate=2", 2),
+        ("zero2_custom:replicate=2", 4),
+        ("ddp_custom:static_graph=true", 2),
+        ("ddp_custom:gradient_as_bucket_view=false,bucket_cap_mb=1", 2),
+        ("fsdp_custom", 1),
+        ("hsdp_custom", 1),
+        ("hsdp_custom", 2),
+        ("zero1_custom", 4),
+        ("fsdp_custom", 4),
+    ],
+)
+@pytest.mark.parametrize("case", ["byte_gpt", "bare_parameter"])
+def test_parity_with_options(ranks: Any, case: str, strategy: str, size: int) -> None:
+    outcome = ranks(size).run(train, case, "adamw", strategy, size)[0]
+    assert worst(outcome, reference(case, "adamw")) <= TOLERANCE
+
+
+def test_the_matrix_lists_what_is_tested() -> None:
+    """The docs are made from the committed table; the tests above run exactly what it says."""
+    table = json.loads(MATRIX.read_text())
+    assert table["names"] == list(PRESETS)
+    assert table["modules"] == [*CASES, *REFUSED_CASES]
+    for case in CASES:
+        assert table["cells"][case] == dict.fromkeys(PRESETS, "runs")
+    for case in REFUSED_CASES:
+        assert all(cell.startswith("refused: ") for cell in table["cells"][case].values())
