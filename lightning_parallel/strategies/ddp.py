@@ -67,6 +67,7 @@ class DDPStrategy(ProcessGroupStrategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self._forward_redirection = _DDPForwardRedirection()
+        self._own_forward = False
 
     @override
     def set_up_violations(self) -> list[str]:
@@ -98,6 +99,7 @@ class DDPStrategy(ProcessGroupStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _wrap(self, module: LightningModule) -> DistributedDataParallel:
+        self._own_forward = "forward" in vars(module)
         find = self._find_unused_parameters
         device = self.root_device
         wrapped = DistributedDataParallel(
@@ -132,8 +134,10 @@ class DDPStrategy(ProcessGroupStrategy):
     @override
     def teardown(self) -> None:
         module = self.lightning_module
-        if isinstance(self.model, DistributedDataParallel):
+        if module is not None and isinstance(self.model, DistributedDataParallel):
             self.model = module
+            if not self._own_forward:  # Lightning leaves a bound method there, which copies of the module share
+                vars(module).pop("forward", None)
         if module is not None and self._layer_sync is not None:
             self.model = self._layer_sync.revert(module)
         super().teardown()

@@ -1,0 +1,188 @@
+"""What happens around the steps: entry points, what is left afterwards, checkpoints, callbacks, loggers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_parallel.presets import PRESETS
+from tests import jobs
+from tests.cases import CASES
+from tests.parity import TOLERANCE, difference
+from tests.test_parity import num_ranks
+
+NAMES = [name for name in PRESETS if name != "dp_custom"]
+
+
+def run(ranks: Any, name: str, job: Any, *args: Any) -> Any:
+    """`job` on the ranks that belong to `name`; rank 0's answer. One process for ``auto`` and ``dp_custom``."""
+    if name in ("auto", "dp_custom"):
+        return job(*args)
+    return ranks(num_ranks(name)).run(job, *args)[0]
+
+
+@pytest.mark.parametrize("case", ["byte_gpt", "hf_gpt2", "other_method", "configure_model", "lstm"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_entry_point(ranks: Any, name: str, case: str) -> None:
+    reference = jobs.every_entry_point("auto", 1, case)
+    found = run(ranks, name, jobs.every_entry_point, name, num_ranks(name), case)
+    for key in ("before", "after", "test"):
+        assert found[key][0] == pytest.approx(reference[key][0], abs=TOLERANCE)
+    assert found["during"]["val_loss"] == pytest.approx(reference["during"]["val_loss"], abs=TOLERANCE)
+    assert len(found["predictions"]) == 3
+    assert difference(found["weights"], reference["weights"]) <= TOLERANCE
+
+
+def test_dp_has_every_entry_point() -> None:
+    reference, found = jobs.every_entry_point("auto", 1), jobs.every_entry_point("dp_custom", 1)
+    assert torch.equal(found["predictions"], reference["predictions"])
+    assert difference(found["weights"], reference["weights"]) == 0
+
+
+@pytest.mark.parametrize("name", ["fsdp_custom", "zero2_custom", "fsdp_offload_custom"])
+def test_evaluation_before_training_under_inference_mode(ranks: Any, name: str) -> None:
+    before, weights = ranks(2).run(jobs.forced_inference_mode, name, 2)[0]
+    reference_before, reference_weights = jobs.forced_inference_mode("auto", 1)
+    assert before[0] == pytest.approx(reference_before[0], abs=TOLERANCE)
+    assert difference(weights, reference_weights) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["byte_gpt", "lstm", "hf_gpt2", "gan", "configure_model", "encoder_decoder"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("fsdp_custom", "ddp_custom"), ("ddp_custom", "zero2_custom"), ("zero1_custom", "fsdp_custom")],
+)
+def test_nothing_is_left_and_another_name_goes_on(ranks: Any, first: str, second: str, case: str) -> None:
+    reference = jobs.fit_twice("auto", "auto", 1, case)
+    for found in ranks(2).run(jobs.fit_twice, first, second, 2, case):
+        assert found["marks"] == []
+        assert all(found["same objects"])
+        assert found["equal copies"]
+    found = ranks(2).run(jobs.fit_twice, first, second, 2, case)[0]
+    assert difference(found["weights"], reference["weights"]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["auto", *PRESETS])
+def test_checkpoints_resume_under_any_name(ranks: Any, tmp_path: Path, name: str) -> None:
+    """Written under `name`; read by plain torch, plain Lightning and every other name, with equal results."""
+    path = str(tmp_path / "saved.ckpt")
+    uninterrupted = run(ranks, name, jobs.save, name, 1 if name in ("auto", "dp_custom") else num_ranks(name), path)
+    reference = jobs.save("auto", 1, str(tmp_path / "reference.ckpt"))
+    assert difference(uninterrupted, reference) <= TOLERANCE
+
+    for written, expected in ((path, "reference.ckpt"), (f"{path}.end", "reference.ckpt.end")):
+        ours = torch.load(written, weights_only=True)
+        theirs = torch.load(tmp_path / expected, weights_only=True)
+        assert difference(ours["state_dict"], theirs["state_dict"]) <= TOLERANCE
+        _assert_same_optimizer(ours["optimizer_states"][0], theirs["optimizer_states"][0])
+        assert ours["lr_schedulers"] == theirs["lr_schedulers"]
+        assert ours["global_step"] == theirs["global_step"]
+
+    readers = ["auto", "ddp_custom", "zero1_custom", "fsdp_custom"] if name != "fsdp_custom" else ["auto", *PRESETS]
+    for reader in readers:
+        resumed = run(ranks, reader, jobs.resume, reader, 1 if reader in ("auto", "dp_custom") else num_ranks(reader), path)
+        assert difference(resumed, uninterrupted) <= TOLERANCE, reader
+
+
+def _assert_same_optimizer(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert list(ours["state"]) == list(theirs["state"])
+    for number, entries in theirs["state"].items():
+        for key, value in entries.items():
+            torch.testing.assert_close(ours["state"][number][key], value, atol=TOLERANCE, rtol=0)
+
+
+def test_tied_weights_stay_one_tensor_in_the_file(ranks: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "tied.ckpt")
+    ranks(2).run(jobs.save, "fsdp_custom", 2, path, "hf_gpt2")
+    weights = torch.load(path, weights_only=True)["state_dict"]
+    assert weights["model.lm_head.weight"].data_ptr() == weights["model.transformer.wte.weight"].data_ptr()
+    module = CASES["hf_gpt2"]()
+    module.load_state_dict(weights)
+
+
+def test_deferred_modules_resume(ranks: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "deferred.ckpt")
+    uninterrupted = ranks(2).run(jobs.save, "fsdp_custom", 2, path, "configure_model")[0]
+    for name in ("fsdp_custom", "ddp_custom"):
+        resumed = ranks(2).run(jobs.resume, name, 2, path, "configure_model")[0]
+        assert difference(resumed, uninterrupted) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_callbacks_and_loggers(ranks: Any, tmp_path: Path, name: str) -> None:
+    reference = jobs.with_everything_on("auto", 1, str(tmp_path / "reference"))
+    size = 1 if name == "dp_custom" else num_ranks(name)
+    found = run(ranks, name, jobs.with_everything_on, name, size, str(tmp_path / "ours"))
+    assert found["test"][0] == pytest.approx(reference["test"][0], abs=TOLERANCE)
+    assert found["score"] == pytest.approx(reference["score"], abs=TOLERANCE)
+    assert {k: found[k] for k in ("epochs", "best", "last", "rate")} == {
+        k: reference[k] for k in ("epochs", "best", "last", "rate")
+    }
+    written = {p.relative_to(tmp_path / "ours").parts[0] for p in (tmp_path / "ours").rglob("*") if p.is_file()}
+    assert written == {"checkpoints", "csv", "tensorboard"}
+    best = tmp_path / "ours" / "checkpoints" / found["best"]
+    plain = CASES["parameter_groups"].load_from_checkpoint(best, optimizer="sgd")
+    assert isinstance(plain, L.LightningModule)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fast_dev_run(ranks: Any, name: str) -> None:
+    assert run(ranks, name, jobs.fast_dev_run, name, num_ranks(name)) == 2
+
+
+@pytest.mark.parametrize("name", ["fsdp_custom", "ddp_custom", "zero2_custom"])
+@pytest.mark.parametrize(("num_samples", "batch_size"), [(5, 1), (6, 2), (9, 4)])
+def test_prediction_of_uneven_data(ranks: Any, name: str, num_samples: int, batch_size: int) -> None:
+    """No rank waits, and no sample is predicted twice or left out."""
+    found = ranks(2).run(jobs.uneven_prediction, name, 2, num_samples, batch_size)
+    for index, total in enumerate((num_samples, num_samples + 1)):
+        assert sum(sum(sizes[index]) for sizes in found) == total
+
+
+@pytest.mark.parametrize("name", ["fsdp_custom", "zero2_custom", "zero1_custom"])
+def test_batchnorm_statistics_are_those_of_ddp(ranks: Any, name: str) -> None:
+    (ours, apart), *_ = found = ranks(2).run(jobs.buffers_after_training, name, 2)
+    theirs, _ = ranks(2).run(jobs.buffers_after_training, "ddp_custom", 2)[0]
+    assert difference(ours, theirs) <= TOLERANCE
+    assert [apart for _, apart in found] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_optimizer_made_in_init(ranks: Any, name: str) -> None:
+    reference = jobs.fit_module(jobs.OptimizerInInit, "auto", 1)
+    found = run(ranks, name, jobs.fit_module, jobs.OptimizerInInit, name, num_ranks(name))
+    assert difference(found, reference) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_parameter_that_nobody_would_average_is_refused(ranks: Any, name: str) -> None:
+    found = ranks(num_ranks(name)).run(jobs.messages, jobs.fit_module, jobs.Stranger, name, num_ranks(name))
+    assert "trains 1 tensors that are no parameters of" in found[0][0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_full_state_dict_in_hooks(ranks: Any, name: str) -> None:
+    reference = jobs.state_in_hooks("auto", 1)
+    found = ranks(num_ranks(name)).run(jobs.state_in_hooks, name, num_ranks(name))
+    assert all(weights == {} for other in found[1:] for weights in other.values())
+    for hook, weights in reference.items():
+        assert difference(found[0][hook], weights) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", ["byte_gpt", "bare_parameter"])
+def test_accumulation_equals_one_large_batch(ranks: Any, name: str, case: str) -> None:
+    reference = jobs.accumulated("auto", 1, case, 1)
+    found = run(ranks, name, jobs.accumulated, name, num_ranks(name), case, 2)
+    assert difference(found, reference) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["zero2_custom", "fsdp_custom", "hsdp_custom"])
+def test_unused_parameters(ranks: Any, name: str) -> None:
+    reference = jobs.unused_everywhere("auto", 1)
+    assert difference(run(ranks, name, jobs.unused_everywhere, name, num_ranks(name)), reference) <= TOLERANCE
