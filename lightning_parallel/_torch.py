@@ -77,13 +77,28 @@ def gather_around(holder: nn.Module, method: str, unit: nn.Module) -> None:
     setattr(holder, method, gathered)
 
 
-def reduce_unused_parameters(unit: nn.Module) -> None:
+def reduce_unused_parameters(unit: nn.Module) -> bool:
     """Let ranks that did not use a parameter of `unit` in a step take part in its reduction, with zeros.
 
     `FSDPModule.set_reduce_scatter_unused_params`, since 2.13; before, such a step hangs and there is nothing to set.
+    Returns whether there is.
     """
-    if isinstance(unit, FSDPModule) and hasattr(unit, "set_reduce_scatter_unused_params"):
-        unit.set_reduce_scatter_unused_params(True, recurse=False)
+    if not isinstance(unit, FSDPModule) or not hasattr(unit, "set_reduce_scatter_unused_params"):
+        return False
+    unit.set_reduce_scatter_unused_params(True, recurse=False)
+    return True
+
+
+def gathered_parameters(unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of a parameter's shard and its gathered form, for those of `unit` that were gathered before.
+
+    `FSDPState._fsdp_param_groups`, since 2.13; no public spelling.
+    """
+    assert isinstance(unit, FSDPModule)
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                yield parameter.sharded_param, parameter._unsharded_param
 
 
 def after_backward(tensor: Tensor, action: Any) -> None:

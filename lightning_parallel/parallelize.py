@@ -29,6 +29,7 @@ from lightning_parallel.techniques.sharding import (
     reshard_units,
     unreduced_parameters,
 )
+from lightning_parallel.techniques.unused import UnusedParameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +63,13 @@ class Parallelized:
         mesh: The ranks.
         plan: What is sharded with what.
         footprint: What the module was before.
+        unused: What to do about parameters that a step leaves unused.
     """
 
     mesh: Mesh
     plan: ShardingPlan
     footprint: Footprint
+    unused: UnusedParameters
 
     def replaced(self) -> dict[Tensor, Tensor]:
         """The module's own parameter -> what stands in its place."""
@@ -128,11 +131,13 @@ def parallelize(
     for method in policies.forward_methods:
         gather_in_method(module, plan, method)
 
+    unused = UnusedParameters([module.get_submodule(path) for path in plan.units])
+
     footprint.close()
     for own, current in footprint.replaced():
         current.__dict__.update(vars(own))  # marks that code reads, such as `parameter.no_weight_decay`
     _audit(module, plan, mesh)
-    result = Parallelized(mesh, plan, footprint)
+    result = Parallelized(mesh, plan, footprint, unused)
     module.__dict__[_KEY] = result
     return result
 

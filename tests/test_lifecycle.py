@@ -186,3 +186,9 @@ def test_accumulation_equals_one_large_batch(ranks: Any, name: str, case: str) -
 def test_unused_parameters(ranks: Any, name: str) -> None:
     reference = jobs.unused_everywhere("auto", 1)
     assert difference(run(ranks, name, jobs.unused_everywhere, name, num_ranks(name)), reference) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["zero2_custom", "fsdp_custom"])
+def test_parameters_that_only_some_ranks_use(ranks: Any, name: str) -> None:
+    theirs = ranks(2).run(jobs.used_on_one_rank, "ddp_custom:find_unused_parameters=true", 2)[0]
+    assert difference(ranks(2).run(jobs.used_on_one_rank, name, 2)[0], theirs) <= TOLERANCE

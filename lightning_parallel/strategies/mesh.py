@@ -241,13 +241,21 @@ class MeshStrategy(ProcessGroupStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._parallelized is not None
         self._synchronize_buffers()
-        return super().training_step(*args, **kwargs)
+        output = super().training_step(*args, **kwargs)
+        self._parallelized.unused.watch()
+        return output
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._averaged and closure_loss.requires_grad:
             _torch.after_backward(closure_loss, lambda: reduce_gradients(self._averaged, self.mesh.data_group))
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        assert self._parallelized is not None
+        self._parallelized.unused.settle()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
