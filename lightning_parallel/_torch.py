@@ -46,6 +46,18 @@ def initialize_sharding(root: nn.Module) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
+def drop_forward_hooks(unit: nn.Module) -> None:
+    """Take off the hooks with which `unit` gathers its parameters around `forward`.
+
+    Where a method around `forward` gathers them already (`gather_around`), the hooks of the inner call would free
+    them, and backward would gather them once more. `FSDPState._pre_forward_hook_handle`, since 2.4.
+    """
+    assert isinstance(unit, FSDPModule)
+    state = unit._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+
+
 def forget_sharding(module: nn.Module) -> None:
     """Drop torch's note that `module` is sharded, so that it can be sharded again.
 

@@ -118,6 +118,7 @@ def _serve(rank: int, size: int, port: int, connection: Connection, folder: str)
     from tests.quiet import silence
 
     torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
     silence()
     while True:
         try:

@@ -87,7 +87,7 @@ def forward_method_violations(module: nn.Module, methods: Iterable[str]) -> list
 
 @contextlib.contextmanager
 def without_unmade_module(strategy: Strategy) -> Iterator[None]:
-    """Lightning's teardown moves the module to the host; one that was refused on the meta device has no data to move."""
+    """Lightning's teardown moves the module to the host; one that was refused on the meta device has no data."""
     module = strategy.lightning_module
     if module is not None and any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
         strategy._lightning_module = None

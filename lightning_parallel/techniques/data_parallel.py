@@ -38,8 +38,9 @@ class ReplicatedSteps(nn.DataParallel[nn.Module]):
         device = torch.device(output_device)
         module: Any = self.module.module
         for calls in zip(*logs, strict=True):
-            (name, _, kwargs), values = calls[0], [value for _, value, _ in calls]
-            module.log(name, merge_results([torch.as_tensor(v) for v in values], weights, device), **kwargs)
+            name, _, options = calls[0]
+            values = [torch.as_tensor(value).detach() for _, value, _ in calls]
+            module.log(name, merge_results(values, weights, device), **options)
         return merge_results(results, weights, device)
 
 

@@ -147,7 +147,7 @@ class InitRecord:
         """Append one operation; views and empty tensors need none."""
         is_random = torch.Tag.nondeterministic_seeded in function.tags
         if is_random:
-            self._check_random_state()
+            self._check_random_state(args, kwargs)
         outputs = tuple(self.ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         self._made += [weakref.ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         args, kwargs = tree_map_only(Tensor, self._as_ref, (args, kwargs))
@@ -172,7 +172,7 @@ class InitRecord:
             with _torch.without_function_modes():
                 if not tensor.is_meta:
                     raise _NotRecordableError("construction fills a tensor that came from outside with random numbers")
-                self._check_random_state()
+                self._check_random_state(args, kwargs)
                 ref = self.ref(tensor)
                 written = frozenset({ref.storage})
                 overwritten = ref.storage if ref.is_whole else None
@@ -200,8 +200,9 @@ class InitRecord:
     def _as_ref(self, tensor: Tensor) -> Any:
         return self.ref(tensor) if tensor.is_meta else tensor.detach().clone()
 
-    def _check_random_state(self) -> None:
-        if not torch.equal(torch.get_rng_state(), self._rng_state):
+    def _check_random_state(self, *given: Any) -> None:
+        has_generator = any(isinstance(leaf, torch.Generator) for leaf in tree_leaves(given))
+        if has_generator or not torch.equal(torch.get_rng_state(), self._rng_state):
             raise _NotRecordableError("construction sets the seed, or draws random numbers in a way of its own")
 
     @staticmethod

@@ -106,7 +106,9 @@ def finish_sharding(module: nn.Module, plan: ShardingPlan, step_methods: Sequenc
         unit = module.get_submodule(path)
         if _is_outermost(path, plan):
             _torch.initialize_sharding(unit)
-        for method in step_methods if path == ROOT else _own_methods(unit):
+        if path == ROOT:
+            _torch.drop_forward_hooks(unit)
+        for method in ("forward", *step_methods) if path == ROOT else _own_methods(unit):
             _torch.gather_around(unit, method, unit)
 
 

@@ -1,0 +1,92 @@
+"""A module imports only modules of layers below its own; techniques never import each other. No exceptions."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "lightning_parallel"
+LAYERS = (
+    ("errors",),
+    ("degrees", "_torch"),
+    ("layers", "mesh", "precision", "footprint"),
+    ("techniques", "checkpoint", "data"),
+    ("parallelize",),
+    ("strategies", "callbacks"),
+    ("planning", "verification"),
+    ("presets",),
+    ("cli",),
+    ("",),
+)
+MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+WITH_LIGHTNING = ("strategies", "callbacks", "cli", "presets")
+
+
+def name_of(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def layer_of(module: str) -> int:
+    top = module.partition(".")[0]
+    return next(index for index, names in enumerate(LAYERS) if top in names)
+
+
+def imports(path: Path) -> list[str]:
+    """All imported modules by full name, `from a import b` as ``a.b`` too."""
+    found = []
+    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
+
+
+def own_imports(path: Path) -> set[str]:
+    """Imported modules of the package, relative to it."""
+    names = {str(name_of(p)) for p in MODULES}
+    prefix = "lightning_parallel."
+    return {i.removeprefix(prefix) for i in imports(path) if i.startswith(prefix)} & names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_imports_go_down(path: Path) -> None:
+    own = name_of(path)
+    for other in own_imports(path):
+        same_folder = other.partition(".")[0] == own.partition(".")[0] and "." in other
+        is_sibling_technique = same_folder and own.startswith("techniques.")
+        assert not is_sibling_technique, f"{own} imports its sibling {other}"
+        assert layer_of(other) < layer_of(own) or same_folder, f"{own} imports {other}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_lightning_is_at_the_edge(path: Path) -> None:
+    if path.parts[0].removesuffix(".py") not in WITH_LIGHTNING:
+        tree = ast.parse((PACKAGE / path).read_text())
+        checking = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in checking:
+                module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+                assert str(module).partition(".")[0] not in ("lightning", "pytorch_lightning")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_private_torch_is_in_one_file(path: Path) -> None:
+    if path != Path("_torch.py"):
+        private = [i for i in imports(path) if i.startswith("torch.") and "._" in i and "torch.utils._" not in i]
+        assert private == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_techniques_read_no_environment(path: Path) -> None:
+    if path.parts[0] in ("techniques", "checkpoint", "parallelize.py", "mesh.py"):
+        assert "environ" not in (PACKAGE / path).read_text()
