@@ -6,6 +6,7 @@ import logging
 import warnings
 
 KNOWN = (
+    r"(?s).*(JsonargparseDeprecationWarning|was deprecated in v4\.)",
     # Lightning about small loaders and missing loops
     r".*does not have many workers.*",
     r".*The number of training batches.*is smaller than the logging interval.*",

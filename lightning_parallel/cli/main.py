@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import warnings
 
 from lightning_parallel.cli.devices import visible_devices
 from lightning_parallel.cli.lightning_cli import LightningCLI, is_first_process
@@ -21,6 +22,7 @@ usage: lightning-parallel COMMAND [options]
 lightning-parallel fit --help lists the options of a command.
 """
 _REFUSED = 2
+_RETIRING = r"(?s).*(JsonargparseDeprecationWarning|was deprecated in v4\.)"
 
 
 def main() -> None:
@@ -35,6 +37,8 @@ def main() -> None:
     else:
         # A recipe names its module by import path, seen from the folder in which the command is given.
         sys.path.insert(0, os.getcwd())  # noqa: PTH109 - the interpreter's path holds strings
+        # Lightning's CLI calls jsonargparse by a name that is being retired; the user of the command can't change that.
+        warnings.filterwarnings("ignore", message=_RETIRING)
         try:
             LightningCLI(save_config_kwargs={"overwrite": True})
         except ConfigurationError as error:
