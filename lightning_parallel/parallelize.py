@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from lightning_parallel.checkpoint.whole import whole
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.footprint import Footprint
+from lightning_parallel.init_record import InitRecord
 from lightning_parallel.layers import find_layers
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.precision import DtypePolicy
-from lightning_parallel.techniques.materialize import InitRecord
 from lightning_parallel.techniques.offload import build_offload_policy
 from lightning_parallel.techniques.replicate import synchronize_module
 from lightning_parallel.techniques.sharding import (

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_parallel"
 LAYERS = (
     ("errors",),
     ("degrees", "_torch"),
-    ("layers", "mesh", "precision", "footprint"),
+    ("layers", "mesh", "precision", "footprint", "init_record"),
     ("techniques", "checkpoint", "data"),
     ("parallelize",),
     ("strategies", "callbacks"),

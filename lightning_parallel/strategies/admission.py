@@ -11,32 +11,30 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
-from lightning_parallel.techniques.materialize import InitRecord, unrecorded_meta_tensors
+from lightning_parallel.init_record import InitRecord
+from lightning_parallel.techniques.materialize import unrecorded_meta_tensors
 from lightning_parallel.techniques.sharding import is_sharded
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from lightning.pytorch.strategies import Strategy
 
-    from lightning_parallel.strategies.process_group import ProcessGroupStrategy
 
-
-def device_violations(strategy: ProcessGroupStrategy) -> list[str]:
+def device_violations(
+    *, num_ranks: int, num_nodes: int, device_type: str, syncs_batchnorm: bool, backend: str | None
+) -> list[str]:
     """Reasons that lie in the devices and in what the Trainer was given."""
     found = []
-    wanted = strategy.num_nodes * strategy.num_processes
-    if dist.is_initialized() and dist.get_world_size() != wanted:
+    if dist.is_initialized() and dist.get_world_size() != num_ranks:
         found.append(
-            f"devices x nodes = {wanted}, but this process already belongs to a group of {dist.get_world_size()} "
-            f"ranks; give devices={dist.get_world_size() // strategy.num_nodes} or start a new process"
+            f"devices x nodes = {num_ranks}, but this process already belongs to a group of {dist.get_world_size()} "
+            f"ranks; give devices={dist.get_world_size() // num_nodes} or start a new process"
         )
-    device_type = strategy.root_device.type
-    if strategy._layer_sync is not None and device_type != "cuda":
+    if syncs_batchnorm and device_type != "cuda":
         found.append(
             f"sync_batchnorm=True needs CUDA devices, but the device is {device_type}: torch's SyncBatchNorm has no "
             "other kernel; leave it out (statistics are then those of rank 0, as under DDP)"
         )
-    backend = strategy.process_group_backend
     if backend is not None and not dist.is_backend_available(backend.partition(":")[2] or backend):
         found.append(f"process_group_backend={backend!r} is not available here; leave it out, or give 'gloo'")
     return found

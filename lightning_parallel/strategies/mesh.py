@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -18,13 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import _torch
-from lightning_parallel.checkpoint.whole import (
-    load_whole_optimizer_state,
-    load_whole_state_dict,
-    make_optimizer_whole,
-    whole_optimizer_state,
-    whole_state_dict,
-)
+from lightning_parallel.checkpoint.whole import make_optimizer_whole
 from lightning_parallel.degrees import Degrees, reshard_violations
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.layers import layers_violations
@@ -292,30 +285,3 @@ class MeshStrategy(ProcessGroupStrategy):
 
     on_validation_start = on_test_start = _synchronize_buffers
     on_validation_end = on_test_end = _free_gathered
-
-    # Checkpoints ------------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return self._deferral.record is not None  # before, there is nothing to load into
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        return whole_state_dict(self.lightning_module, keep=self.is_global_zero)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        load_whole_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return whole_optimizer_state(optimizer, keep=self.is_global_zero)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_whole_optimizer_state(optimizer, state)

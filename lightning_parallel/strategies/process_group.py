@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,22 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel.checkpoint.whole import (
+    load_whole_optimizer_state,
+    load_whole_state_dict,
+    whole_optimizer_state,
+    whole_state_dict,
+)
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.strategies.admission import device_violations, module_violations, without_unmade_module
 from lightning_parallel.strategies.sampling import SampleDealer
@@ -59,7 +67,13 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     def set_up_violations(self) -> list[str]:
         """Why this strategy cannot run on these devices; known as soon as the Trainer is made."""
-        return device_violations(self)
+        return device_violations(
+            num_ranks=self.num_nodes * self.num_processes,
+            num_nodes=self.num_nodes,
+            device_type=self.root_device.type,
+            syncs_batchnorm=self._layer_sync is not None,
+            backend=self._process_group_backend,
+        )
 
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
         """Why this strategy cannot run this module; asked before processes start where the module is built by then."""
@@ -180,6 +194,33 @@ class ProcessGroupStrategy(ParallelStrategy):
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    # Checkpoints ------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self._deferral.record is not None  # before, there is nothing to load into
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return whole_state_dict(self.lightning_module, keep=self.is_global_zero)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        load_whole_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return whole_optimizer_state(optimizer, keep=self.is_global_zero)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_whole_optimizer_state(optimizer, state)
 
     @override
     def teardown(self) -> None:
