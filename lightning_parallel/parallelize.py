@@ -76,9 +76,8 @@ class Parallelized:
         return dict(self.footprint.replaced())
 
     def averaged_parameters(self, module: nn.Module) -> list[nn.Parameter]:
-        """The trainable parameters that every rank holds whole, each once, in the same order on all ranks."""
-        named = module.named_parameters()
-        return [parameter for name, parameter in named if name in self.plan.whole and parameter.requires_grad]
+        """The parameters that every rank holds whole, each once, in the same order on all ranks."""
+        return [parameter for name, parameter in module.named_parameters() if name in self.plan.whole]
 
     def undo(self, module: nn.Module) -> dict[Tensor, nn.Parameter]:
         """Make the module whole and plain on every rank. A collective. Returns sharded -> own parameter."""

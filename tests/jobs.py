@@ -308,3 +308,25 @@ def messages(function: Callable[..., Any], *args: Any) -> list[str]:
     except lightning_parallel.ConfigurationError as error:
         return list(error.violations)
     return []
+
+
+class Thawing(ByteGPT):
+    """Trains the head alone, then everything, then all but the embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.gain = nn.Parameter(torch.tensor(1.0))
+        self.requires_grad_(False)
+        self.model.head.requires_grad_(True)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return super().loss(tokens) * self.gain
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.requires_grad_(True)
+        if batch_idx == 3:
+            self.model.tokens.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)

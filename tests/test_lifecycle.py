@@ -194,3 +194,9 @@ def test_unused_parameters(ranks: Any, name: str) -> None:
 def test_parameters_that_only_some_ranks_use(ranks: Any, name: str) -> None:
     theirs = ranks(2).run(jobs.used_on_one_rank, "ddp_custom:find_unused_parameters=true", 2)[0]
     assert difference(ranks(2).run(jobs.used_on_one_rank, name, 2)[0], theirs) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_that_thaw_and_freeze_during_training(ranks: Any, name: str) -> None:
+    reference = jobs.fit_module(jobs.Thawing, "auto", 1)
+    assert difference(run(ranks, name, jobs.fit_module, jobs.Thawing, name, num_ranks(name)), reference) <= TOLERANCE

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -68,6 +68,7 @@ class DDPStrategy(ProcessGroupStrategy):
         }
         self._forward_redirection = _DDPForwardRedirection()
         self._own_forward = False
+        self._reduced: set[nn.Parameter] = set()
 
     @override
     def set_up_violations(self) -> list[str]:
@@ -99,7 +100,7 @@ class DDPStrategy(ProcessGroupStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _wrap(self, module: LightningModule) -> DistributedDataParallel:
-        self._own_forward = "forward" in vars(module)
+        self._own_forward = self._own_forward or (not self._reduced and "forward" in vars(module))
         find = self._find_unused_parameters
         device = self.root_device
         wrapped = DistributedDataParallel(
@@ -109,7 +110,20 @@ class DDPStrategy(ProcessGroupStrategy):
             **self._ddp_options,  # type: ignore[arg-type]
         )
         register_comm_hook(wrapped, self._comm_hook, powersgd_rank=self._powersgd_rank)
+        self._reduced = _trainable(module)
         return wrapped
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        trainable = _trainable(module)
+        # Under manual optimization, a step freezes the parameters of the other optimizers for a while.
+        is_other = trainable != self._reduced if module.automatic_optimization else not trainable <= self._reduced
+        if is_other and isinstance(self.model, DistributedDataParallel):
+            self.model = module  # DDP reduces what was trainable when it was made, and waits for all of it
+            self.model = self._wrap(module)
+        return super().training_step(*args, **kwargs)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -136,8 +150,13 @@ class DDPStrategy(ProcessGroupStrategy):
         module = self.lightning_module
         if module is not None and isinstance(self.model, DistributedDataParallel):
             self.model = module
+            self._reduced = set()
             if not self._own_forward:  # Lightning leaves a bound method there, which copies of the module share
                 vars(module).pop("forward", None)
         if module is not None and self._layer_sync is not None:
             self.model = self._layer_sync.revert(module)
         super().teardown()
+
+
+def _trainable(module: nn.Module) -> set[nn.Parameter]:
+    return {parameter for parameter in module.parameters() if parameter.requires_grad}

@@ -1,0 +1,62 @@
+"""Every recipe runs as its first lines say, on two ranks, and learns."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/config.yaml"))
+GOALS = {"byte_lm": ("val_bpb", 0.0, 2.6), "digits": ("val_acc", 0.97, 1.0), "hf_gpt2": ("val_bpb", 0.0, 4.0)}
+"""Recipe -> what it has to reach: a metric, and its bounds."""
+SLOWEST = 240
+"""Seconds that a recipe may take where two ranks share two cores with other work; alone it takes half of that."""
+
+
+def test_every_recipe_is_tested() -> None:
+    assert list(GOALS) == RECIPES
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_chooses_and_names_no_strategy(recipe: str) -> None:
+    text = (ROOT / "recipes" / recipe / "config.yaml").read_text()
+    assert text.count("\n") <= 60
+    assert text.startswith(f"# lightning-parallel fit --config recipes/{recipe}/config.yaml")
+    config = yaml.safe_load(text)
+    assert "strategy" not in config
+    assert "strategy" not in config["trainer"]
+    for path in (ROOT / "recipes" / recipe).glob("*.py"):
+        source = path.read_text()
+        assert not any(word in source for word in ("torch.distributed", "world_size", "lightning_parallel", ".cuda("))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategy"), [("byte_lm", "fsdp_custom"), ("digits", "ddp_custom"), ("hf_gpt2", "zero1_custom")]
+)
+def test_recipe(recipe: str, strategy: str, tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-c", "from lightning_parallel.cli.main import main; main()", "fit"),
+        *("--config", f"recipes/{recipe}/config.yaml", f"--strategy={strategy}", "--trainer.devices=2"),
+        f"--trainer.logger.init_args.save_dir={tmp_path}",
+    ]
+    # The launcher starts the second rank by the name of a script, so it needs one.
+    script = tmp_path / "lightning-parallel"
+    script.write_text("from lightning_parallel.cli.main import main\nmain()\n")
+    command[1:3] = [str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SLOWEST, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (metrics,) = tmp_path.rglob("metrics.csv")
+    name, least, most = GOALS[recipe]
+    with metrics.open() as file:
+        values = [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+    assert least <= values[-1] <= most
+    assert "Epoch" in done.stdout + done.stderr  # the progress bar
