@@ -58,6 +58,23 @@ def drop_forward_hooks(unit: nn.Module) -> None:
     state._post_forward_hook_handle.remove()
 
 
+def abandon_step(unit: nn.Module) -> None:
+    """Bring a unit whose step ended in an error back to its shards.
+
+    `FSDPModule.reset_iter_state` (public) does so since 2.13, but only from a root; `FSDPState._training_state`, since
+    2.4, serves all versions and units.
+    """
+    if isinstance(unit, FSDPModule):
+        state = unit._get_fsdp_state()
+        idle = type(state._training_state).IDLE
+        state._training_state = idle
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in groups:
+            if group is not None:
+                group._training_state = idle
+        unit.reshard()
+
+
 def forget_sharding(module: nn.Module) -> None:
     """Drop torch's note that `module` is sharded, so that it can be sharded again.
 

@@ -113,7 +113,9 @@ def parallelize(
     footprint = Footprint(module)
 
     synchronize_module(module, device)
-    plan = plan_sharding(module, anatomy.units, root_is_unit=not policies.backward_in_step)
+    plan = plan_sharding(
+        module, anatomy.units, root_is_unit=not policies.backward_in_step, casts=policies.dtypes.param is not None
+    )
     apply_sharding(
         module,
         plan,

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_parallel
 from lightning_parallel import build_strategy, full_state_dict
 from tests.cases import CASES, GPT, VOCABULARY, ByteGPT, Case, data_of, loader_of, next_token_loss
-from tests.parity import GLOBAL_BATCH, make_trainer
+from tests.parity import GLOBAL_BATCH, Recorder, make_trainer
 
 Weights = dict[str, Tensor]
 
@@ -330,3 +331,30 @@ class Thawing(ByteGPT):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+
+def half_precision(
+    strategy: str, num_ranks: int, bad_rank: int | None, case: str = "byte_gpt"
+) -> tuple[float, Weights]:
+    """Four steps in fp16 with loss scaling, the second with an infinite loss on one rank; the scale afterwards."""
+    L.seed_everything(3, verbose=False)
+
+    class Module(CASES[case]):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("inf") if batch_idx == 1 and dist.get_rank() == bad_rank else loss
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    trainer = trainer_for(strategy, num_ranks, plugins=[plugin], gradient_clip_val=0.5)
+    trainer.fit(Module("sgd"), loader(num_ranks))
+    return scaler.get_scale(), full_state_dict(trainer)
+
+
+def in_bf16(strategy: str, num_ranks: int, precision: str, case: str) -> list[float]:
+    """The losses of four steps."""
+    L.seed_everything(3, verbose=False)
+    recorder = Recorder()
+    trainer = trainer_for(strategy, num_ranks, precision=precision, callbacks=[recorder])
+    trainer.fit(CASES[case]("sgd"), loader(num_ranks, 4, case))
+    return recorder.outcome.losses

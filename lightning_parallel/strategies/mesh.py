@@ -32,7 +32,7 @@ from lightning_parallel.strategies.process_group import ProcessGroupStrategy
 from lightning_parallel.strategies.sampling import PredictLockStep
 from lightning_parallel.techniques.offload import offload_violations
 from lightning_parallel.techniques.replicate import reduce_gradients, synchronize_buffers
-from lightning_parallel.techniques.sharding import reshard_units
+from lightning_parallel.techniques.sharding import abandon_step, reshard_units
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -206,16 +206,16 @@ class MeshStrategy(ProcessGroupStrategy):
             loop.inference_mode = mode
         self._inference_modes = []
         module, self._averaged = self.lightning_module, []
-        if module is not None and self._parallelized is not None and not self._is_interrupted():
-            self._make_plain(module, self._parallelized)
+        if module is not None and self._parallelized is not None:
+            trainer = module._trainer
+            is_interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+            if is_interrupted:
+                abandon_step(module)
+            # After an error other ranks may be gone: a collective would wait for them until it times out.
+            if not is_interrupted or self.world_size == 1:
+                self._make_plain(module, self._parallelized)
         self._parallelized = None
         super().teardown()
-
-    def _is_interrupted(self) -> bool:
-        """After an error other ranks may be gone: a collective would wait for them until it times out."""
-        module = self.lightning_module
-        trainer = None if module is None else module._trainer
-        return self.world_size > 1 and trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
     def _make_plain(self, module: LightningModule, parallelized: Parallelized) -> None:
         size = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())

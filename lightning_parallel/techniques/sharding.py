@@ -34,7 +34,7 @@ class ShardingPlan:
     whole: dict[str, str]
 
 
-def plan_sharding(module: nn.Module, units: Sequence[str], *, root_is_unit: bool) -> ShardingPlan:
+def plan_sharding(module: nn.Module, units: Sequence[str], *, root_is_unit: bool, casts: bool = False) -> ShardingPlan:
     """Decide what is sharded with what; changes nothing.
 
     Args:
@@ -43,6 +43,8 @@ def plan_sharding(module: nn.Module, units: Sequence[str], *, root_is_unit: bool
         root_is_unit: Whether what no unit holds is sharded with the module itself. Not under manual optimization:
             there backward runs inside the forward of the module, and a unit cannot reduce gradients before its
             forward has ended. The outermost submodules with a forward are units then.
+        casts: Whether parameters are gathered in another dtype. BatchNorm's stay in theirs then, whole: torch has no
+            kernel for weights and statistics of two dtypes.
     """
     outer = [ROOT] if root_is_unit else [path for path in _outermost(module) if path not in units]
     paths = sorted({*units, *outer}, key=lambda path: (-_depth(path), path))
@@ -50,6 +52,8 @@ def plan_sharding(module: nn.Module, units: Sequence[str], *, root_is_unit: bool
     whole = {name: "no unit holds it" for name, owner in owners.items() if owner is None}
     whole |= dict(_shared_across_units(module, owners))
     whole |= dict(_unshardable(module, owners))
+    if casts:
+        whole |= dict.fromkeys(_batchnorm_parameters(module), "BatchNorm, whose statistics are not cast")
     return ShardingPlan(tuple(paths), whole)
 
 
@@ -127,6 +131,12 @@ def reshard_units(module: nn.Module) -> None:
             submodule.reshard()
 
 
+def abandon_step(module: nn.Module) -> None:
+    """Bring all units back to their shards after an error in the middle of a step. No collective."""
+    for submodule in module.modules():
+        _torch.abandon_step(submodule)
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Whether any submodule is a unit of FSDP2."""
     return any(isinstance(submodule, FSDPModule) for submodule in module.modules())
@@ -197,6 +207,13 @@ def _unshardable(module: nn.Module, owners: dict[str, str | None]) -> Iterator[t
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.ndim == 0:
             yield name, "a scalar"
+
+
+def _batchnorm_parameters(module: nn.Module) -> Iterator[str]:
+    batchnorms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        if isinstance(submodule, batchnorms):
+            yield from (f"{path}.{name}" if path else name for name, _ in submodule.named_parameters(recurse=False))
 
 
 def _own_methods(unit: nn.Module) -> list[str]:

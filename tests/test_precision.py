@@ -1,0 +1,37 @@
+"""Precisions under every strategy: close to one process, and never a step that only some ranks take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_parallel.precision import POLICIES, precision_violations
+from tests import jobs
+from tests.parity import difference
+
+NAMES = ["ddp_custom", "zero1_custom", "zero2_custom", "fsdp_custom"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", ["byte_gpt", "bare_parameter"])
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(ranks: Any, name: str, case: str) -> None:
+    (scale, weights), (other, _) = ranks(2).run(jobs.half_precision, name, 2, None, case)
+    assert scale == other == 256
+    (skipped_scale, skipped), (other, _) = ranks(2).run(jobs.half_precision, name, 2, 1, case)
+    assert skipped_scale == other == 128
+    assert all(value.isfinite().all() for value in skipped.values())
+    assert 0 < difference(skipped, weights) < 0.5
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", ["byte_gpt", "hf_gpt2", "conv_net", "lstm", "bare_parameter"])
+def test_bf16_is_close_to_one_process(ranks: Any, name: str, case: str, precision: str) -> None:
+    reference = jobs.in_bf16("auto", 1, precision, case)
+    assert ranks(2).run(jobs.in_bf16, name, 2, precision, case)[0] == pytest.approx(reference, rel=2e-2)
+
+
+def test_unknown_precisions_are_refused() -> None:
+    assert precision_violations("32-true") == []
+    assert all(name in precision_violations("8-true")[0] for name in POLICIES)
