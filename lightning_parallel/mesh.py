@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -29,11 +30,13 @@ class Mesh:
         degrees: Resolved degrees.
         devices: The mesh of all ranks, with an axis for each degree.
         data: One axis: the ranks that read different samples, over which losses and metrics are reduced.
+        host_group: All ranks, for what they agree on in host memory.
     """
 
     degrees: Degrees
     devices: DeviceMesh
     data: DeviceMesh
+    host_group: ProcessGroup
 
     @property
     def data_group(self) -> ProcessGroup:
@@ -65,6 +68,8 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     if degrees.replicate == 1:
         sizes = {DATA if axis == AXES["shard"] else axis: size for axis, size in sizes.items()}
     devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    if degrees.replicate == 1:
-        return Mesh(degrees, devices, data=devices[DATA])
-    return Mesh(degrees, devices, data=_torch.flattened(devices[(AXES["replicate"], AXES["shard"])], DATA))
+    both = (AXES["replicate"], AXES["shard"])
+    data = devices[DATA] if degrees.replicate == 1 else _torch.flattened(devices[both], DATA)
+    host_group = data.get_group() if device_type == "cpu" else dist.new_group(backend="gloo")
+    assert isinstance(host_group, ProcessGroup)
+    return Mesh(degrees, devices, data, host_group)

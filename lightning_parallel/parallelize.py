@@ -132,7 +132,7 @@ def parallelize(
     for method in policies.forward_methods:
         gather_in_method(module, plan, method)
 
-    unused = UnusedParameters([module.get_submodule(path) for path in plan.units])
+    unused = UnusedParameters([module.get_submodule(path) for path in plan.units], mesh.host_group)
 
     footprint.close()
     for own, current in footprint.replaced():

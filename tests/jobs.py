@@ -302,6 +302,20 @@ def used_on_one_rank(strategy: str, num_ranks: int) -> Weights:
     return full_state_dict(trainer)
 
 
+class OneRowOnOneRank(ByteGPT):
+    """A table that one rank uses, in a row whose shard lies on that rank: the other's shard of the gradient is zero."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.table = nn.Embedding(8, VOCABULARY)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        if self.global_rank == 1:
+            logits = logits + self.table.weight[7]
+        return next_token_loss(logits, batch[0])
+
+
 def messages(function: Callable[..., Any], *args: Any) -> list[str]:
     """What the package refuses with on this rank."""
     try:

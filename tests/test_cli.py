@@ -73,8 +73,9 @@ def test_strategies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert run(monkeypatch, "strategies") == 0
     out = capsys.readouterr().out
     assert all(name in out for name in PRESETS)
-    assert "reshard='never'" in out
-    assert "comm_hook='none'" in out
+    assert "reshard=never" in out
+    assert "comm_hook=none" in out
+    assert "timeout=1800" in out
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,6 +105,8 @@ def test_one_argument_in_yaml_and_on_the_command_line(
     ):
         assert run(monkeypatch, "fit", *arguments, "--trainer.devices=1") == 0
         losses.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("last loss")])
+    assert yaml.safe_load(Path(config).read_text()) == CONFIG  # without a logger nothing is written
+    assert not Path("config.yaml").exists()
     assert losses[0]
     assert all(one == losses[0] for one in losses)
 

@@ -164,7 +164,7 @@ def test_optimizer_made_in_init(ranks: Any, name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_parameter_that_nobody_would_average_is_refused(ranks: Any, name: str) -> None:
     found = ranks(num_ranks(name)).run(jobs.messages, jobs.fit_module, jobs.Stranger, name, num_ranks(name))
-    assert "trains 1 tensors that are no parameters of" in found[0][0]
+    assert "trains 1 tensors that are no parameters of the module" in found[0][0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -194,6 +194,14 @@ def test_unused_parameters(ranks: Any, name: str) -> None:
 def test_parameters_that_only_some_ranks_use(ranks: Any, name: str) -> None:
     theirs = ranks(2).run(jobs.used_on_one_rank, "ddp_custom:find_unused_parameters=true", 2)[0]
     assert difference(ranks(2).run(jobs.used_on_one_rank, name, 2)[0], theirs) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["zero2_custom", "fsdp_custom"])
+def test_a_row_that_one_rank_uses(ranks: Any, name: str) -> None:
+    """All ranks decay the table and keep moments for it, also where their shard of its gradient is zero."""
+    strategy = "ddp_custom:find_unused_parameters=true"
+    theirs = ranks(2).run(jobs.fit_module, jobs.OneRowOnOneRank, strategy, 2)[0]
+    assert difference(ranks(2).run(jobs.fit_module, jobs.OneRowOnOneRank, name, 2)[0], theirs) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", NAMES)

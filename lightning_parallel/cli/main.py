@@ -6,6 +6,11 @@ import inspect
 import os
 import sys
 import warnings
+from datetime import timedelta
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import SaveConfigCallback
+from typing_extensions import override
 
 from lightning_parallel.cli.devices import visible_devices
 from lightning_parallel.cli.lightning_cli import LightningCLI, is_first_process
@@ -40,11 +45,20 @@ def main() -> None:
         # Lightning's CLI calls jsonargparse by a name that is being retired; the user of the command can't change that.
         warnings.filterwarnings("ignore", message=_RETIRING)
         try:
-            LightningCLI(save_config_kwargs={"overwrite": True})
+            LightningCLI(save_config_callback=_SaveConfigBesideLogs)
         except ConfigurationError as error:
             if is_first_process():
                 print(f"lightning-parallel: {error}", file=sys.stderr)
             sys.exit(_REFUSED)
+
+
+class _SaveConfigBesideLogs(SaveConfigCallback):
+    """Without a logger, Lightning would write ``config.yaml`` into the working directory, over the user's own."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if trainer.loggers:
+            super().setup(trainer, pl_module, stage)
 
 
 def describe_strategies() -> str:
@@ -53,6 +67,8 @@ def describe_strategies() -> str:
     for name, preset in PRESETS.items():
         lines.append(f"{name:<20} {preset.summary}")
         for option, parameter in preset.options.items():
-            annotation = inspect.formatannotation(parameter.annotation).strip("'")
-            lines.append(f"    {option}={parameter.default!r:<12} {annotation}")
+            annotation = inspect.formatannotation(parameter.annotation).strip("'\"")
+            default = parameter.default
+            default = int(default.total_seconds()) if isinstance(default, timedelta) else default
+            lines.append(f"    {f'{option}={default}':<32} {annotation}")
     return "\n".join([*lines, ""])

@@ -63,7 +63,7 @@ def sharded_elsewhere_violations(strategy: object, module: nn.Module) -> list[st
     if not is_sharded(module):
         return []
     return [
-        f"{type(module).__name__} is still sharded by an earlier fit, because it is too large to be whole in the "
+        f"the module is still sharded by an earlier fit, because it is too large to be whole in the "
         f"memory of one rank; {type(strategy).__name__} needs it whole. Use a sharding strategy, or start a new "
         "process from a checkpoint"
     ]

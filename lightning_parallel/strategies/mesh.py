@@ -181,6 +181,8 @@ class MeshStrategy(ProcessGroupStrategy):
             rank_zero_info("offload: the device is the host, so there is nothing to offload; sharding only")
         converted = self.precision_plugin.convert_module(module)
         assert converted is module
+        if self._layer_sync is not None:
+            self._layer_sync.apply(module)
         policies = Policies(
             layers=self._layers,
             step_methods=[name for name in STEP_METHODS if is_overridden(name, module)],
@@ -227,6 +229,8 @@ class MeshStrategy(ProcessGroupStrategy):
             )
             return
         own = parallelized.undo(module)
+        if self._layer_sync is not None:
+            self._layer_sync.revert(module)
         for optimizer in self.optimizers:
             make_optimizer_whole(optimizer, own)
 
@@ -252,7 +256,9 @@ class MeshStrategy(ProcessGroupStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        assert self._parallelized is not None
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._parallelized.unused.forget(p for group in optimizer.param_groups for p in group["params"])
         self._free_gathered()  # what is still gathered now holds the values of before the step
         return result
 

@@ -41,8 +41,8 @@ def _strangers(optimizers: Sequence[Optimizer], module: nn.Module) -> list[str]:
         shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in known]
         if shapes:
             found.append(
-                f"{type(optimizer).__name__} trains {len(shapes)} tensors that are no parameters of "
-                f"{type(module).__name__} (shapes {', '.join(map(str, shapes[:4]))}), so nobody would average their "
+                f"{type(optimizer).__name__} trains {len(shapes)} tensors that are no parameters of the module "
+                f"(shapes {', '.join(map(str, shapes[:4]))}), so nobody would average their "
                 "gradients over the ranks; register them on the module, or leave them out"
             )
     return found

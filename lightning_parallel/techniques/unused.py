@@ -1,18 +1,19 @@
 """Steps that leave parameters unused, on all ranks or on some, under sharding. Layer 2.
 
 FSDP2 reduces the gradients of a unit in one collective. Where ranks use different parameters of a unit (a branch that
-depends on the data, an expert without tokens), their collectives differ in size, and the step hangs or adds up the
+depends on the data, an expert without tokens), their collectives differ in size, and the step fails or adds up the
 wrong numbers. Torch can put zeros in the place of missing gradients; but then a parameter that no rank used has a
 gradient of zeros, is decayed by AdamW and moved by momentum, which in one process it is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed import ProcessGroup
 
 from lightning_parallel import _torch
 
@@ -20,36 +21,50 @@ from lightning_parallel import _torch
 class UnusedParameters:
     """Puts zeros in the place of missing gradients, and takes them away where no rank had a gradient.
 
-    A parameter is known to be unused here by a hook on its gathered form, without communication. Its gradient is taken
-    away where this rank's shard of it is zero: then either no rank used it, or its gradient is zero in this shard.
+    Whether a parameter was used here is known on the host, by a hook on its gathered form. The ranks agree on it in
+    host memory, one byte a parameter: no rank waits for its device.
 
     Args:
         units: The sharded units, in their final form.
+        group: The ranks that share the parameters, with a backend for host memory.
     """
 
-    def __init__(self, units: Sequence[nn.Module]) -> None:
-        self._units = [unit for unit in units if _torch.reduce_unused_parameters(unit)]
-        self._watched: set[Tensor] = set()
+    def __init__(self, units: Sequence[nn.Module], group: ProcessGroup) -> None:
+        self._units = [unit for unit in units if _torch.reduce_unused_parameters(unit)] if group.size() > 1 else []
+        self._group = group
+        self._watched: list[Tensor] = []
+        self._known: set[Tensor] = set()
         self._used: set[Tensor] = set()
+        self._accumulated: set[Tensor] = set()
 
     def watch(self) -> None:
         """Watch the parameters that have been gathered by now; call it between forward and backward."""
         for unit in self._units:
             for sharded, gathered in _torch.gathered_parameters(unit):
-                if sharded not in self._watched and gathered.requires_grad:
-                    self._watched.add(sharded)
+                if sharded not in self._known and gathered.requires_grad:
+                    self._known.add(sharded)
+                    self._watched.append(sharded)
                     gathered.register_post_accumulate_grad_hook(self._note(sharded))
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Take zeros away that stand for no gradient; call it after backward."""
-        for parameter in self._watched - self._used:
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor) and not gradient.to_local().any():
+        """Take zeros away that stand for no gradient; call it after each backward, on all ranks. A collective."""
+        if not self._watched:
+            return
+        flags = torch.tensor([parameter in self._used for parameter in self._watched], dtype=torch.uint8)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        for parameter, is_used in zip(self._watched, flags.tolist(), strict=True):
+            if is_used:
+                self._accumulated.add(parameter)
+            elif parameter not in self._accumulated:
                 parameter.grad = None
         self._used.clear()
 
-    def _note(self, sharded: Tensor) -> object:
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """The gradients of `parameters` were used up by a step."""
+        self._accumulated.difference_update(parameters)
+
+    def _note(self, sharded: Tensor) -> Callable[[Tensor], None]:
         def note(gathered: Tensor) -> None:
             self._used.add(sharded)
 

@@ -109,10 +109,10 @@ class ByteLM(LightningModule):
     def __init__(
         self,
         context: int = 64,
-        width: int = 128,
+        width: int = 96,
         num_layers: int = 4,
         num_heads: int = 8,
-        learning_rate: float = 3e-3,
+        learning_rate: float = 4e-3,
         weight_decay: float = 0.1,
         warmup: float = 0.05,
     ) -> None:

@@ -49,7 +49,6 @@ class HFGPT2(LightningModule):
             bos_token_id=None,
             eos_token_id=None,
             use_cache=False,
-            loss_type="ForCausalLM",  # what the class is trained with; without it transformers warns
         )
         self.model = GPT2LMHeadModel(config)
 
