@@ -101,7 +101,16 @@ def gather_around(holder: nn.Module, method: str, unit: nn.Module) -> None:
         if state._training_state != idle:
             return original(*args, **kwargs)
         args, kwargs = state._pre_forward(unit, args, kwargs)
-        return state._post_forward(unit, args, original(*args, **kwargs))
+        versions = [gathered._version for _, gathered in gathered_parameters(unit)]
+        result = original(*args, **kwargs)
+        changed = [g._version for _, g in gathered_parameters(unit)] != versions
+        result = state._post_forward(unit, args, result)
+        if changed:
+            raise RuntimeError(
+                f"{method} writes into parameters while they are gathered, and the change would be lost. Write in a "
+                "hook, such as on_train_batch_end, where parameters are their shards, or use zero1_custom"
+            )
+        return result
 
     setattr(holder, method, gathered)
 
@@ -121,11 +130,13 @@ def reduce_unused_parameters(unit: nn.Module) -> bool:
 def gathered_parameters(unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of a parameter's shard and its gathered form, for those of `unit` that were gathered before.
 
-    `FSDPState._fsdp_param_groups`, since 2.13; no public spelling.
+    `FSDPState._fsdp_param_groups`, since 2.13, and `_fsdp_param_group` before; no public spelling.
     """
     assert isinstance(unit, FSDPModule)
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
-        for parameter in group.fsdp_params:
+    state = unit._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    for group in groups:
+        for parameter in group.fsdp_params if group is not None else ():
             if hasattr(parameter, "_unsharded_param"):
                 yield parameter.sharded_param, parameter._unsharded_param
 

@@ -97,7 +97,7 @@ def find_layers(module: nn.Module, layers: str | Sequence[str] | None = None) ->
 
     Args:
         module: Any module.
-        layers: The path or paths of the stacks, where the search should not decide.
+        layers: The path or paths of the stacks, where the search should not decide; ``[]`` for none.
 
     Raises:
         ConfigurationError: For a path in `layers` that does not exist or is not a container of modules.
@@ -107,7 +107,7 @@ def find_layers(module: nn.Module, layers: str | Sequence[str] | None = None) ->
     """
     paths = [layers] if isinstance(layers, str) else list(layers or ())
     check(layers_violations(module, layers))
-    stacks = tuple(_describe(module, path) for path in paths or _search(module))
+    stacks = tuple(_describe(module, path) for path in (_search(module) if layers is None else paths))
     inside = [layer for stack in stacks for layer in stack.layers]
     outside = [path for path in _parametrised_leaves(module) if not _is_below(path, inside)]
     order = {path: index for index, (path, _) in enumerate(module.named_modules(remove_duplicate=False))}

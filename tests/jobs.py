@@ -372,3 +372,96 @@ def in_bf16(strategy: str, num_ranks: int, precision: str, case: str) -> list[fl
     trainer = trainer_for(strategy, num_ranks, precision=precision, callbacks=[recorder])
     trainer.fit(CASES[case]("sgd"), loader(num_ranks, 4, case))
     return recorder.outcome.losses
+
+
+class KeptInAList(ByteGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.penalised = [self.model.head.weight]
+
+
+class WithParameterHook(ByteGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.head.weight.register_hook(lambda gradient: gradient * 2)
+
+
+class SparseTable(ByteGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.tokens = nn.Embedding(VOCABULARY, 16, sparse=True)
+
+
+class WithLBFGS(ByteGPT):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class WritesInTheStep(ByteGPT):
+    """A target network in the manner of BYOL, updated where it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(VOCABULARY, VOCABULARY).requires_grad_(False)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.target.weight.mul_(0.9)
+        return super().loss(tokens)
+
+
+class WritesAfterValidation(ByteGPT):
+    def on_validation_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.9)
+
+    on_validation_epoch_end = on_validation_end = on_validation_batch_end
+
+
+class BuiltAfterChance(ByteGPT):
+    """Draws random numbers before the model is built, in `setup` and in `configure_model`."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.first = nn.Linear(4, 4)
+
+    def setup(self, stage: str) -> None:
+        if not hasattr(self, "second"):
+            self.second = nn.Linear(4, 4)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "third"):
+            self.third = nn.Linear(4, 4)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        x = torch.ones(1, 4)
+        return super().loss(tokens) + (self.first(x) + self.second(x) + self.third(x)).pow(2).mean()
+
+
+def fit_and_validate(make: Callable[[], L.LightningModule], strategy: str, num_ranks: int) -> Weights:
+    """Four steps with validation in between; the weights."""
+    L.seed_everything(3, verbose=False)
+    trainer = trainer_for(strategy, num_ranks, val_check_interval=2)
+    trainer.fit(make(), loader(num_ranks), loader(num_ranks, 1))
+    return full_state_dict(trainer)
+
+
+def averaging(strategy: str, num_ranks: int) -> None:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    trainer_for(strategy, num_ranks, callbacks=[StochasticWeightAveraging(0.1)]).fit(ByteGPT(), loader(num_ranks))
+
+
+def note_of(make: Callable[[], L.LightningModule], strategy: str, num_ranks: int) -> str:
+    """The error of a fit, with its notes."""
+    try:
+        fit_module(make, strategy, num_ranks)
+    except Exception as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return ""
+
+
+class PenaltyInTheLoss(ByteGPT):
+    def loss(self, tokens: Tensor) -> Tensor:
+        return super().loss(tokens) + 1e-3 * sum(p.pow(2).sum() for p in self.parameters())

@@ -208,3 +208,48 @@ def test_a_row_that_one_rank_uses(ranks: Any, name: str) -> None:
 def test_parameters_that_thaw_and_freeze_during_training(ranks: Any, name: str) -> None:
     reference = jobs.fit_module(jobs.Thawing, "auto", 1)
     assert difference(run(ranks, name, jobs.fit_module, jobs.Thawing, name, num_ranks(name)), reference) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_modules_built_after_random_numbers_were_drawn(ranks: Any, name: str) -> None:
+    reference = jobs.fit_module(jobs.BuiltAfterChance, "auto", 1)
+    found = run(ranks, name, jobs.fit_module, jobs.BuiltAfterChance, name, num_ranks(name))
+    assert difference(found, reference) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hooks_may_write_parameters_after_validation(ranks: Any, name: str) -> None:
+    reference = jobs.fit_and_validate(jobs.WritesAfterValidation, "auto", 1)
+    found = run(ranks, name, jobs.fit_and_validate, jobs.WritesAfterValidation, name, num_ranks(name))
+    assert difference(found, reference) <= TOLERANCE
+
+
+def test_writing_parameters_in_the_step_is_refused_under_sharding(ranks: Any) -> None:
+    for found in ranks(2).run(jobs.note_of, jobs.WritesInTheStep, "fsdp_custom", 2):
+        assert "training_step writes into parameters" in found
+        assert "on_train_batch_end" in found
+    reference = jobs.fit_module(jobs.WritesInTheStep, "auto", 1)
+    found = ranks(2).run(jobs.fit_module, jobs.WritesInTheStep, "zero1_custom", 2)[0]
+    assert difference(found, reference) <= TOLERANCE
+
+
+def test_reading_a_layer_from_outside_says_what_to_do(ranks: Any) -> None:
+    assert "layers=[]" in ranks(2).run(jobs.note_of, jobs.PenaltyInTheLoss, "fsdp_custom", 2)[0]
+    reference = jobs.fit_module(jobs.PenaltyInTheLoss, "auto", 1)
+    found = ranks(2).run(jobs.fit_module, jobs.PenaltyInTheLoss, "fsdp_custom:layers=[]", 2)[0]
+    assert difference(found, reference) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("job", "arguments", "words"),
+    [
+        (jobs.fit_module, (jobs.KeptInAList,), "kept outside of the modules that own them"),
+        (jobs.fit_module, (jobs.WithParameterHook,), "have hooks of their own"),
+        (jobs.fit_module, (jobs.SparseTable,), "sparse gradients cannot be sharded: model.tokens"),
+        (jobs.fit_module, (jobs.WithLBFGS,), "LBFGS keeps one history"),
+        (jobs.averaging, (), "StochasticWeightAveraging copies whole parameters"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_in_words(ranks: Any, job: Any, arguments: Any, words: str) -> None:
+    found = ranks(2).run(jobs.messages, job, *arguments, "fsdp_custom", 2)
+    assert words in found[0][0]

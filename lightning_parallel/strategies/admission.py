@@ -6,14 +6,22 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from lightning.pytorch import callbacks
 from torch import nn
 
 from lightning_parallel.init_record import InitRecord
 from lightning_parallel.techniques.materialize import unrecorded_meta_tensors
 from lightning_parallel.techniques.sharding import is_sharded
+
+_AVERAGING = tuple(
+    getattr(callbacks, name)
+    for name in ("StochasticWeightAveraging", "WeightAveraging")
+    if hasattr(callbacks, name)  # the second since Lightning 2.6
+)
+_POST_ACCUMULATE = "_post_accumulate_grad_hooks"
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -69,6 +77,45 @@ def sharded_elsewhere_violations(strategy: object, module: nn.Module) -> list[st
     ]
 
 
+def unshardable_violations(module: LightningModule) -> list[str]:
+    """Reasons that lie in what sharding does: other parameter objects stand in the place of the module's own."""
+    found = []
+    hooked = [name for name, p in module.named_parameters() if p._backward_hooks or getattr(p, _POST_ACCUMULATE, None)]
+    if hooked:
+        found.append(
+            f"{len(hooked)} parameters have hooks of their own, which sharding would not run: {', '.join(hooked[:4])}; "
+            "hook modules instead (register_full_backward_hook), or use zero1_custom"
+        )
+    if kept := _kept_elsewhere(module):
+        found.append(
+            f"parameters are kept outside of the modules that own them, where sharding cannot replace them: "
+            f"{', '.join(kept[:4])}; read them from their module in each step, or use zero1_custom"
+        )
+    sparse = [path for path, child in module.named_modules() if getattr(child, "sparse", False) is True]
+    if sparse:
+        found.append(f"sparse gradients cannot be sharded: {', '.join(sparse[:4])}; give sparse=False, or ddp_custom")
+    trainer: Any = module._trainer
+    used = trainer.callbacks if trainer is not None else ()
+    averaging = [type(callback).__name__ for callback in used if isinstance(callback, _AVERAGING)]
+    if averaging:
+        found.append(f"{', '.join(averaging)} copies whole parameters, which sharding cuts; use zero1_custom")
+    return found
+
+
+def _kept_elsewhere(module: nn.Module) -> list[str]:
+    """Lists, tuples and dicts on a module that hold parameters; torch's recurrent layers keep theirs up to date."""
+    parameters = set(module.parameters())
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, child in module.named_modules()
+        if not isinstance(child, nn.RNNBase)
+        for name, value in vars(child).items()
+        if name not in ("_parameters", "_buffers", "_modules") and isinstance(value, list | tuple | dict)
+        for item in (value.values() if isinstance(value, dict) else value)
+        if isinstance(item, nn.Parameter) and item in parameters
+    ]
+
+
 def forward_method_violations(module: nn.Module, methods: Iterable[str]) -> list[str]:
     """Reasons that lie in `forward_methods`."""
     found = []
@@ -84,11 +131,17 @@ def forward_method_violations(module: nn.Module, methods: Iterable[str]) -> list
 
 
 @contextlib.contextmanager
-def without_unmade_module(strategy: Strategy) -> Iterator[None]:
-    """Lightning's teardown moves the module to the host; one that was refused on the meta device has no data."""
+def without_unmovable_module(strategy: Strategy) -> Iterator[None]:
+    """Lightning's teardown moves the module to the host.
+
+    One that was refused on the meta device has no data to move, and the shards of one whose step ended in an error are
+    held by the step's graph: torch's complaint would hide the error.
+    """
     module = strategy.lightning_module
-    if module is not None and any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
-        strategy._lightning_module = None
+    if module is not None:
+        is_unmade = any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
+        if is_unmade or is_sharded(module):
+            strategy._lightning_module = None
     yield
     strategy._lightning_module = module
 

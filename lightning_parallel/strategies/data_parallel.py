@@ -17,7 +17,7 @@ from lightning_parallel.errors import check
 from lightning_parallel.strategies.admission import (
     module_violations,
     sharded_elsewhere_violations,
-    without_unmade_module,
+    without_unmovable_module,
 )
 from lightning_parallel.strategies.process_group import is_started_externally
 from lightning_parallel.techniques.data_parallel import ReplicatedSteps
@@ -184,5 +184,5 @@ class DataParallelStrategy(ParallelStrategy):
     def teardown(self) -> None:
         self._steps = None
         self._deferral.detach()
-        with without_unmade_module(self):
+        with without_unmovable_module(self):
             super().teardown()

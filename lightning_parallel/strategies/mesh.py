@@ -24,7 +24,11 @@ from lightning_parallel.layers import layers_violations
 from lightning_parallel.mesh import Mesh, build_mesh
 from lightning_parallel.parallelize import Parallelized, Policies, parallelize, parallelized
 from lightning_parallel.precision import POLICIES, DtypePolicy, precision_violations
-from lightning_parallel.strategies.admission import forward_method_violations, rank_share_of_host_memory
+from lightning_parallel.strategies.admission import (
+    forward_method_violations,
+    rank_share_of_host_memory,
+    unshardable_violations,
+)
 from lightning_parallel.strategies.evaluation import leave_inference_mode
 from lightning_parallel.strategies.optimizers import adopt_optimizers
 from lightning_parallel.strategies.precision import sharded_precision
@@ -37,6 +41,12 @@ from lightning_parallel.techniques.sharding import abandon_step, reshard_units
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+_MIXED = (
+    "A sharded parameter met a plain tensor: code reads the parameters of a layer outside of that layer's forward (a "
+    "penalty over parameters() in the loss, a layer's weight used elsewhere, a call from a hook). Name the method that "
+    "does so in forward_methods, give layers=[] so that all parameters are gathered around the step, or use "
+    "zero1_custom, where parameters stay whole."
+)
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -49,7 +59,8 @@ class MeshStrategy(ProcessGroupStrategy):
         context: Ranks that share one sequence. More than 1 is not available in this version.
         tensor: Ranks that share one matrix product. More than 1 is not available in this version.
         pipeline: Ranks that share the stack of layers. More than 1 is not available in this version.
-        layers: Path or paths of the layer stacks, such as ``"model.layers"``, where the search should not decide.
+        layers: Path or paths of the layer stacks, such as ``"model.layers"``, where the search should not decide;
+            ``[]`` for no stack, which gathers all parameters around the whole step.
         forward_methods: Dotted paths of further methods in which parameters are to be gathered, such as
             ``"model.generate"``, for calls from outside a step.
         reshard: ``"always"`` frees gathered parameters after a layer's forward; ``"never"`` keeps them until its
@@ -120,6 +131,7 @@ class MeshStrategy(ProcessGroupStrategy):
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
         found = super().module_violations(module, is_fitting=is_fitting)
         found += layers_violations(module, self._layers)
+        found += unshardable_violations(module)
         return [*found, *forward_method_violations(module, self._forward_methods)]
 
     # The mesh ---------------------------------------------------------------------------------------------------
@@ -272,10 +284,23 @@ class MeshStrategy(ProcessGroupStrategy):
         reshard_units(self.lightning_module)
 
     @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().validation_step(*args, **kwargs)
+        self._free_gathered()  # hooks that read or write parameters find the shards, not a copy
+        return result
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().test_step(*args, **kwargs)
+        self._free_gathered()
+        return result
+
+    @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().predict_step(*args, **kwargs)
         if self._lock_step is not None and self._lock_step.is_short_after_this():
             super().predict_step(*args, **kwargs)  # the other ranks gather parameters for one batch more
+        self._free_gathered()
         return result
 
     @override
@@ -287,7 +312,10 @@ class MeshStrategy(ProcessGroupStrategy):
     @override
     def on_predict_end(self) -> None:
         self._lock_step = None
-        self._free_gathered()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if "mixed torch.Tensor and DTensor" in str(exception):
+            exception.add_note(_MIXED)
 
     on_validation_start = on_test_start = _synchronize_buffers
-    on_validation_end = on_test_end = _free_gathered

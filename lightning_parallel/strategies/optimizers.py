@@ -7,10 +7,16 @@ from collections.abc import Mapping, Sequence
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
 
 from lightning_parallel.checkpoint.whole import make_optimizer_sharded
 from lightning_parallel.errors import check
+
+_UNSHARDABLE: dict[type[Optimizer], str] = {
+    LBFGS: "LBFGS keeps one history of all parameters together, which cannot be sharded; use ddp_custom",
+    Adafactor: "torch's Adafactor takes means of whole matrices, for which DTensor has no rule; use zero1_custom",
+    Rprop: "torch's Rprop indexes with masks, for which DTensor has no rule; use zero1_custom",
+}
 
 
 def adopt_optimizers(
@@ -27,6 +33,8 @@ def adopt_optimizers(
         ConfigurationError: For an optimizer that trains tensors which are no parameters of the module: nobody reduces
             their gradients, and the ranks would drift apart.
     """
+    if replaced:
+        check(_UNSHARDABLE[type(o)] for o in optimizers if type(o) in _UNSHARDABLE)
     for optimizer in optimizers:
         make_optimizer_sharded(optimizer, replaced or {})
     check(_strangers(optimizers, module))

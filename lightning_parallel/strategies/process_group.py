@@ -16,7 +16,6 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -34,7 +33,7 @@ from lightning_parallel.checkpoint.whole import (
     whole_state_dict,
 )
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.strategies.admission import device_violations, module_violations, without_unmade_module
+from lightning_parallel.strategies.admission import device_violations, module_violations, without_unmovable_module
 from lightning_parallel.strategies.sampling import SampleDealer
 from lightning_parallel.techniques.materialize import Deferral
 
@@ -70,7 +69,7 @@ class ProcessGroupStrategy(ParallelStrategy):
         return device_violations(
             num_ranks=self.num_nodes * self.num_processes,
             num_nodes=self.num_nodes,
-            device_type=self.root_device.type,
+            device_type=self._device_type,
             syncs_batchnorm=self._layer_sync is not None,
             backend=self._process_group_backend,
         )
@@ -110,6 +109,10 @@ class ProcessGroupStrategy(ParallelStrategy):
         return self.parallel_devices[self.local_rank]
 
     @property
+    def _device_type(self) -> str:
+        return self.parallel_devices[0].type if self.parallel_devices else "cpu"
+
+    @property
     def num_processes(self) -> int:
         """Processes on this machine."""
         return len(self.parallel_devices or ())
@@ -138,8 +141,9 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        # Lightning's own strategies set the seed again here. One process does not, and what is built later, in `setup`
+        # or `configure_model`, would have other weights.
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self.chosen_backend()
         assert self.cluster_environment is not None
@@ -155,7 +159,9 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     def chosen_backend(self) -> str:
         """The backend given, or the one that fits the device."""
-        return self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        if self._process_group_backend is not None:
+            return self._process_group_backend
+        return _get_default_process_group_backend_for_device(torch.device(self._device_type))
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -227,7 +233,7 @@ class ProcessGroupStrategy(ParallelStrategy):
         self._deferral.detach()
         if self._dealer is not None:
             self._dealer.detach()
-        with without_unmade_module(self):
+        with without_unmovable_module(self):
             super().teardown()
 
 

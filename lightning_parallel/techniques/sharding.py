@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_parallel import _torch
 
@@ -43,8 +44,8 @@ def plan_sharding(module: nn.Module, units: Sequence[str], *, root_is_unit: bool
         root_is_unit: Whether what no unit holds is sharded with the module itself. Not under manual optimization:
             there backward runs inside the forward of the module, and a unit cannot reduce gradients before its
             forward has ended. The outermost submodules with a forward are units then.
-        casts: Whether parameters are gathered in another dtype. BatchNorm's stay in theirs then, whole: torch has no
-            kernel for weights and statistics of two dtypes.
+        casts: Whether parameters are gathered in another dtype. BatchNorm's stay in theirs then, whole, because torch
+            has no kernel for weights and statistics of two dtypes, and parametrizations', which compute weights.
     """
     outer = [ROOT] if root_is_unit else [path for path in _outermost(module) if path not in units]
     paths = sorted({*units, *outer}, key=lambda path: (-_depth(path), path))
@@ -53,7 +54,9 @@ def plan_sharding(module: nn.Module, units: Sequence[str], *, root_is_unit: bool
     whole |= dict(_shared_across_units(module, owners))
     whole |= dict(_unshardable(module, owners))
     if casts:
-        whole |= dict.fromkeys(_batchnorm_parameters(module), "BatchNorm, whose statistics are not cast")
+        whole |= dict.fromkeys(
+            _uncast_parameters(module), "BatchNorm or a parametrization, which compute in their own dtype"
+        )
     return ShardingPlan(tuple(paths), whole)
 
 
@@ -205,19 +208,19 @@ def _unshardable(module: nn.Module, owners: dict[str, str | None]) -> Iterator[t
         if parameter.dtype != (main := sizes[owners[name]].most_common(1)[0][0]):
             yield name, f"{parameter.dtype} in a unit of {main}"
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter.ndim == 0:
-            yield name, "a scalar"
+        if parameter.ndim == 0 or parameter.numel() == 0:
+            yield name, "a scalar" if parameter.ndim == 0 else "empty"
 
 
-def _batchnorm_parameters(module: nn.Module) -> Iterator[str]:
-    batchnorms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+def _uncast_parameters(module: nn.Module) -> Iterator[str]:
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, ParametrizationList)
     for path, submodule in module.named_modules(remove_duplicate=False):
-        if isinstance(submodule, batchnorms):
+        if isinstance(submodule, kinds):
             yield from (f"{path}.{name}" if path else name for name, _ in submodule.named_parameters(recurse=False))
 
 
 def _own_methods(unit: nn.Module) -> list[str]:
-    """Public methods that the user's own classes give `unit` besides `forward`: code may call them from outside."""
+    """Methods that the user's own classes give `unit` besides `forward`: code may call them from outside."""
     classes = [cls for cls in type(unit).__mro__ if cls.__module__.partition(".")[0] not in (*_LIBRARIES, "builtins")]
     return sorted(
         {
@@ -226,7 +229,7 @@ def _own_methods(unit: nn.Module) -> list[str]:
             for name, value in vars(cls).items()
             if callable(value)
             and not isinstance(value, type | staticmethod | classmethod)
-            and not name.startswith("_")
+            and not name.startswith("__")
             and name not in vars(nn.Module)
         }
     )
