@@ -179,7 +179,24 @@ def optimizer_made_before_sharding_trains(whose: str) -> bool:
     return train(ByteGPT if whose == OURS else ByHand)
 
 
+def construction_goes_on_with_the_random_state(whose: str) -> bool:
+    """What is built in `setup` has the weights that it has in one process: the seed is not set again before it."""
+
+    class Module(ByteGPT):
+        def setup(self, stage: str) -> None:
+            self.late = nn.Linear(4, 4).requires_grad_(False)
+
+    L.seed_everything(3, verbose=False)
+    expected = ByteGPT(), nn.Linear(4, 4).weight
+    L.seed_everything(3, verbose=False)
+    module = Module()
+    strategy = build_strategy("ddp_custom") if whose == OURS else DDPStrategy()
+    make_trainer(strategy, 2).fit(module, DataLoader(data_of("byte_gpt", 8, 4), batch_size=2))
+    return bool(torch.equal(module.late.weight, expected[1]))
+
+
 CLAIMS = (
+    construction_goes_on_with_the_random_state,
     unchanged_module_trains,
     bare_parameter_is_averaged,
     ranks_start_from_one_model,
