@@ -465,3 +465,23 @@ def note_of(make: Callable[[], L.LightningModule], strategy: str, num_ranks: int
 class PenaltyInTheLoss(ByteGPT):
     def loss(self, tokens: Tensor) -> Tensor:
         return super().loss(tokens) + 1e-3 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+def too_large_to_be_whole(num_ranks: int, path: str) -> dict[str, Any]:
+    """A module that stays sharded after `fit`: what still works with it, and what is refused."""
+    L.seed_everything(3, verbose=False)
+    module = ByteGPT("adamw")
+    with mock.patch("lightning_parallel.strategies.mesh.rank_share_of_host_memory", return_value=1):
+        trainer = trainer_for("fsdp_custom", num_ranks)
+        trainer.fit(module, loader(num_ranks))
+        found: dict[str, Any] = {"first": full_state_dict(trainer)}
+        trainer.save_checkpoint(path)
+        found["sharded"] = type(module).__name__
+        validated = trainer_for("fsdp_custom", num_ranks)
+        found["validated"] = validated.validate(module, loader(num_ranks, 1), verbose=False)
+        found["refused"] = messages(trainer_for("ddp_custom", num_ranks).fit, module, loader(num_ranks))
+    again = trainer_for("zero2_custom", num_ranks)
+    again.fit(module, loader(num_ranks))
+    found["second"] = full_state_dict(again)
+    found["plain"] = type(module).__name__
+    return found

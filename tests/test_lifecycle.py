@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from lightning_parallel.presets import PRESETS
 from tests import jobs
-from tests.cases import CASES
+from tests.cases import CASES, ByteGPT
 from tests.parity import TOLERANCE, difference
 from tests.test_parity import num_ranks
 
@@ -253,3 +254,15 @@ def test_reading_a_layer_from_outside_says_what_to_do(ranks: Any) -> None:
 def test_what_cannot_be_sharded_is_refused_in_words(ranks: Any, job: Any, arguments: Any, words: str) -> None:
     found = ranks(2).run(jobs.messages, job, *arguments, "fsdp_custom", 2)
     assert words in found[0][0]
+
+
+def test_a_module_too_large_to_be_whole_stays_sharded(ranks: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "large.ckpt")
+    found = ranks(2).run(jobs.too_large_to_be_whole, 2, path)[0]
+    assert (found["sharded"], found["plain"]) == ("FSDPByteGPT", "ByteGPT")
+    assert "still sharded by an earlier fit" in found["refused"][0]
+    assert len(found["validated"]) == 1
+    reference = jobs.fit_module(functools.partial(ByteGPT, "adamw"), "auto", 1)
+    assert list(found["first"]) == list(found["second"]) == list(reference)
+    assert difference(torch.load(path, weights_only=True)["state_dict"], found["first"]) == 0
+    assert difference(found["first"], reference) <= TOLERANCE

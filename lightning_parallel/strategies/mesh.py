@@ -298,9 +298,10 @@ class MeshStrategy(ProcessGroupStrategy):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().predict_step(*args, **kwargs)
+        self._free_gathered()
         if self._lock_step is not None and self._lock_step.is_short_after_this():
             super().predict_step(*args, **kwargs)  # the other ranks gather parameters for one batch more
-        self._free_gathered()
+            self._free_gathered()
         return result
 
     @override

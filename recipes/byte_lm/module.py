@@ -109,8 +109,8 @@ class ByteLM(LightningModule):
     def __init__(
         self,
         context: int = 64,
-        width: int = 96,
-        num_layers: int = 4,
+        width: int = 128,
+        num_layers: int = 2,
         num_heads: int = 8,
         learning_rate: float = 4e-3,
         weight_decay: float = 0.1,
