@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/config.yaml"))
 GOALS = {"byte_lm": ("val_bpb", 0.0, 2.6), "digits": ("val_acc", 0.97, 1.0), "hf_gpt2": ("val_bpb", 0.0, 4.0)}
 """Recipe -> what it has to reach: a metric, and its bounds."""
-SLOWEST = 240
-"""Seconds that a recipe may take where two ranks share two cores with other work; alone it takes half of that."""
+SLOWEST = 400
+"""Seconds after which a recipe hangs; it takes a fraction of that where nothing else runs."""
 
 
 def test_every_recipe_is_tested() -> None:
