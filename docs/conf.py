@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,12 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 DOCS = Path(__file__).resolve().parent
-MATRIX = DOCS.parent / "tests" / "support_matrix.json"
 GENERATED = DOCS / "_generated"
 
 sys.path.insert(0, str(DOCS.parent))  # the API pages are those of this checkout, wherever it is installed
 
 import lightning_parallel  # noqa: E402
+import lightning_parallel.callbacks  # noqa: E402
 
 project = "lightning_parallel"
 author = "the authors of lightning_parallel"
@@ -44,61 +45,93 @@ autodoc_inherit_docstrings = False
 """An overridden method without a docstring does what its base class says, and that is Lightning's documentation."""
 
 
-def load_matrix() -> dict[str, Any]:
-    """The committed support matrix, which the tests compare with what they find.
+@dataclass(frozen=True)
+class Matrix:
+    """A committed table of what runs under which name, which the tests compare with what they find.
+
+    Args:
+        name: Of the file, `tests/<name>.json`, and of what is generated from it, `_generated/<name>.md`.
+        row: What one row is.
+        rows: The key of the rows.
+        page: The page that describes each row.
+    """
+
+    name: str
+    row: str
+    rows: str
+    page: str
+
+
+MATRICES = (
+    Matrix("support_matrix", row="module", rows="modules", page="support_matrix.md"),
+    Matrix("policy_matrix", row="policy", rows="policies", page="policies.md"),
+)
+
+
+def load_matrix(matrix: Matrix) -> dict[str, Any]:
+    """The contents of a committed matrix.
 
     Raises:
-        ConfigError: In words, if the file is missing or does not have a cell for each module and name.
+        ConfigError: In words, if the file is missing or does not have a cell for each row and name.
     """
-    if not MATRIX.is_file():
-        raise ConfigError("tests/support_matrix.json is missing: the support matrix of the docs is made from it")
-    matrix: dict[str, Any] = json.loads(MATRIX.read_text(encoding="utf-8"))
-    for key in ("names", "modules", "cells"):
-        if key not in matrix:
-            raise ConfigError(f"tests/support_matrix.json has no {key!r}; it needs 'names', 'modules' and 'cells'")
-    for module in matrix["modules"]:
-        for name in matrix["names"]:
-            cell = matrix["cells"].get(module, {}).get(name)
+    file = f"tests/{matrix.name}.json"
+    if not (DOCS.parent / file).is_file():
+        raise ConfigError(f"{file} is missing: a table of the docs is made from it")
+    table: dict[str, Any] = json.loads((DOCS.parent / file).read_text(encoding="utf-8"))
+    for key in ("names", matrix.rows, "cells"):
+        if key not in table:
+            raise ConfigError(f"{file} has no {key!r}; it needs 'names', {matrix.rows!r} and 'cells'")
+    for row in table[matrix.rows]:
+        for name in table["names"]:
+            cell = table["cells"].get(row, {}).get(name)
             if cell is None:
-                raise ConfigError(f"tests/support_matrix.json has no cell for {module} under {name}")
+                raise ConfigError(f"{file} has no cell for {row} under {name}")
             if cell != "runs" and not cell.startswith("refused: "):
                 raise ConfigError(
-                    f"tests/support_matrix.json says {cell!r} for {module} under {name}; "
-                    "possible: 'runs', or 'refused: ' and the reason"
+                    f"{file} says {cell!r} for {row} under {name}; possible: 'runs', or 'refused: ' and the reason"
                 )
-    return matrix
+    return table
 
 
-def check_descriptions(matrix: dict[str, Any]) -> None:
-    """Raise a `ConfigError` for modules that the page about the matrix does not describe."""
-    page = (DOCS / "support_matrix.md").read_text(encoding="utf-8")
-    if missing := [module for module in matrix["modules"] if f"`{module}`" not in page]:
-        raise ConfigError(f"docs/support_matrix.md does not describe {', '.join(missing)}, which the matrix lists")
+def label(row: str) -> str:
+    """How a row is written: code as code, words as words."""
+    return row if " " in row else f"`{row}`"
+
+
+def check_descriptions(matrix: Matrix, table: dict[str, Any]) -> None:
+    """Raise a `ConfigError` for rows that the page about the matrix does not describe."""
+    page = (DOCS / matrix.page).read_text(encoding="utf-8")
+    if missing := [row for row in table[matrix.rows] if label(row) not in page]:
+        raise ConfigError(
+            f"docs/{matrix.page} does not describe {', '.join(missing)}, which tests/{matrix.name}.json lists"
+        )
 
 
 def check_public_names() -> None:
     """Raise a `ConfigError` for public names that the API page leaves out."""
     page = (DOCS / "api.md").read_text(encoding="utf-8")
-    if missing := [name for name in lightning_parallel.__all__ if f":: lightning_parallel.{name}\n" not in page]:
-        raise ConfigError(f"docs/api.md leaves out {', '.join(missing)} of lightning_parallel.__all__")
+    for package in (lightning_parallel, lightning_parallel.callbacks):
+        if missing := [name for name in package.__all__ if f":: {package.__name__}.{name}\n" not in page]:
+            raise ConfigError(f"docs/api.md leaves out {', '.join(missing)} of {package.__name__}.__all__")
 
 
-def matrix_as_markdown(matrix: dict[str, Any]) -> str:
-    """A table with a row for each module and a column for each name, and the reasons of refusals below it."""
+def matrix_as_markdown(matrix: Matrix, table: dict[str, Any]) -> str:
+    """A row for each row and a column for each name, and the reasons of refusals below it."""
     reasons: list[str] = []
 
-    def show(cell: str) -> str:
+    def show(cell: str, name: str) -> str:
         if cell == "runs":
             return cell
-        reason = cell.removeprefix("refused: ")
+        # A message that names the strategy is one reason under all of them.
+        reason = cell.removeprefix("refused: ").removeprefix(f"{name} ")
         if reason not in reasons:
             reasons.append(reason)
         return f"refused ({reasons.index(reason) + 1})"
 
-    columns = [f"`{name}`" for name in matrix["names"]]
-    rows = [["module", *columns], ["---"] * (len(columns) + 1)]
-    for module in matrix["modules"]:
-        rows.append([f"`{module}`", *(show(matrix["cells"][module][name]) for name in matrix["names"])])
+    columns = [f"`{name}`" for name in table["names"]]
+    rows = [[matrix.row, *columns], ["---"] * (len(columns) + 1)]
+    for row in table[matrix.rows]:
+        rows.append([label(row), *(show(table["cells"][row][name], name) for name in table["names"])])
     lines = [f"| {' | '.join(row)} |" for row in rows]
     if reasons:
         lines += ["", "Refused, with a message in which these words stand:", ""]
@@ -108,14 +141,15 @@ def matrix_as_markdown(matrix: dict[str, Any]) -> str:
 
 def generate(app: Sphinx) -> None:
     """Write what the pages include."""
-    matrix = load_matrix()
-    check_descriptions(matrix)
     check_public_names()
     GENERATED.mkdir(exist_ok=True)
-    target = GENERATED / "support_matrix.md"
-    text = matrix_as_markdown(matrix)
-    if not target.is_file() or target.read_text(encoding="utf-8") != text:  # an unchanged file is not built again
-        target.write_text(text, encoding="utf-8")
+    for matrix in MATRICES:
+        table = load_matrix(matrix)
+        check_descriptions(matrix, table)
+        target = GENERATED / f"{matrix.name}.md"
+        text = matrix_as_markdown(matrix, table)
+        if not target.is_file() or target.read_text(encoding="utf-8") != text:  # an unchanged file is not built again
+            target.write_text(text, encoding="utf-8")
 
 
 def keep_property_text(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

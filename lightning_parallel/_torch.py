@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -24,6 +25,14 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
     `DeviceMesh._flatten`, since 2.4; waits for a public spelling.
     """
     return mesh._flatten(name)
+
+
+def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """A mesh of the axes of several meshes of the same ranks, of which some may be flattened.
+
+    `DeviceMesh._concatenate`, since 2.10; waits for a public spelling.
+    """
+    return DeviceMesh._concatenate(list(meshes))
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], *, source: int, bucket_bytes: int = 2**26) -> None:
@@ -59,20 +68,105 @@ def drop_forward_hooks(unit: nn.Module) -> None:
 
 
 def abandon_step(unit: nn.Module) -> None:
-    """Bring a unit whose step ended in an error back to its shards.
+    """Bring a unit whose step ended in an error back to its shards, without gradients that were not reduced yet.
 
     `FSDPModule.reset_iter_state` (public) does so since 2.13, but only from a root; `FSDPState._training_state`, since
     2.4, serves all versions and units.
     """
     if isinstance(unit, FSDPModule):
-        state = unit._get_fsdp_state()
-        idle = type(state._training_state).IDLE
-        state._training_state = idle
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in groups:
-            if group is not None:
-                group._training_state = idle
+        _make_idle(unit)
+        for group in _parameter_groups(unit):
+            group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
         unit.reshard()
+
+
+def can_hold_gradients(unit: nn.Module) -> bool:
+    """Whether torch can hold gradients of `unit`: one that widens them has to have run before.
+
+    `FSDPParam.reduce_dtype` and `_unsharded_param`, since 2.4.
+    """
+    assert isinstance(unit, FSDPModule)
+    parameters = [parameter for group in _parameter_groups(unit) for parameter in group.fsdp_params]
+    return all(each.reduce_dtype is None or hasattr(each, "_unsharded_param") for each in parameters)
+
+
+def holds_gradients(unit: nn.Module) -> bool:
+    """Whether `unit` has gradients on this rank that are not reduced yet.
+
+    `FSDPParam.unsharded_accumulated_grad` and `_unsharded_param`, since 2.4.
+    """
+    assert isinstance(unit, FSDPModule)
+    return any(
+        parameter.unsharded_accumulated_grad is not None
+        or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
+        for group in _parameter_groups(unit)
+        for parameter in group.fsdp_params
+    ) or any(group._partial_reduce_output is not None for group in _parameter_groups(unit))
+
+
+def even_out_held_gradients(unit: nn.Module) -> None:
+    """Let all gradients that `unit` holds wait in one dtype, zeros for parameters that were not used so far.
+
+    Gradients that wait are widened to the dtype of reducing, and `foreach_reduce` takes no others beside them, such as
+    those of a parameter that only the last microstep uses. `FSDPParam.unsharded_accumulated_grad`, since 2.4.
+    """
+    assert isinstance(unit, FSDPModule)
+    for group in _parameter_groups(unit):
+        if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
+            for parameter in group.fsdp_params:
+                whole = parameter._unsharded_param
+                if parameter.unsharded_accumulated_grad is None and whole.requires_grad and whole.grad is None:
+                    dtype = parameter.reduce_dtype or whole.dtype
+                    parameter.unsharded_accumulated_grad = torch.zeros(whole.shape, dtype=dtype, device=whole.device)
+
+
+def reduce_held_gradients(unit: nn.Module) -> None:
+    """Reduce the gradients that `unit` holds unreduced, outside of any backward. A collective.
+
+    What `FSDPParamGroup.post_backward` does in a backward, since 2.4; there is no public call.
+    """
+    assert isinstance(unit, FSDPModule)
+    for group in _parameter_groups(unit):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):  # as it was gathered last: the user may have frozen it for that
+                parameter._unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
+        group.post_backward()
+        group.finalize_backward()
+    _make_idle(unit)
+
+
+def whole_gradient_bytes(unit: nn.Module) -> int:
+    """Bytes of the gradients of `unit` before they are reduced, in the dtype in which they wait.
+
+    `FSDPParam.reduce_dtype` and `_orig_size`, since 2.4.
+    """
+    assert isinstance(unit, FSDPModule)
+    total = 0
+    for group in _parameter_groups(unit):
+        for parameter in group.fsdp_params:
+            if parameter.sharded_param.requires_grad:
+                dtype = parameter.reduce_dtype or parameter.param_dtype or parameter.orig_dtype
+                total += parameter._orig_size.numel() * dtype.itemsize
+    return total
+
+
+def _make_idle(unit: FSDPModule) -> None:
+    state = unit._get_fsdp_state()
+    idle = type(state._training_state).IDLE
+    for part in (state, *_parameter_groups(unit)):
+        part._training_state = idle
+
+
+def _parameter_groups(unit: FSDPModule) -> list[Any]:
+    """`FSDPState._fsdp_param_groups`, since 2.13, and `_fsdp_param_group` before; no public spelling."""
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def forget_sharding(module: nn.Module) -> None:
@@ -115,13 +209,17 @@ def gather_around(holder: nn.Module, method: str, unit: nn.Module) -> None:
     setattr(holder, method, gathered)
 
 
+CAN_REDUCE_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether ranks can differ in what they use of a unit: since 2.13."""
+
+
 def reduce_unused_parameters(unit: nn.Module) -> bool:
     """Let ranks that did not use a parameter of `unit` in a step take part in its reduction, with zeros.
 
     `FSDPModule.set_reduce_scatter_unused_params`, since 2.13; before, such a step hangs and there is nothing to set.
     Returns whether there is.
     """
-    if not isinstance(unit, FSDPModule) or not hasattr(unit, "set_reduce_scatter_unused_params"):
+    if not isinstance(unit, FSDPModule) or not CAN_REDUCE_UNUSED:
         return False
     unit.set_reduce_scatter_unused_params(True, recurse=False)
     return True
@@ -130,13 +228,11 @@ def reduce_unused_parameters(unit: nn.Module) -> bool:
 def gathered_parameters(unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of a parameter's shard and its gathered form, for those of `unit` that were gathered before.
 
-    `FSDPState._fsdp_param_groups`, since 2.13, and `_fsdp_param_group` before; no public spelling.
+    `FSDPParam._unsharded_param`, since 2.4; no public spelling.
     """
     assert isinstance(unit, FSDPModule)
-    state = unit._get_fsdp_state()
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    for group in groups:
-        for parameter in group.fsdp_params if group is not None else ():
+    for group in _parameter_groups(unit):
+        for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
                 yield parameter.sharded_param, parameter._unsharded_param
 
@@ -169,6 +265,35 @@ def initializer_replaced(replace: Callable[[Callable[..., Any]], Callable[..., A
         nn.init._no_grad_trunc_normal_ = original
 
 
+@contextlib.contextmanager
+def attention_replaced(attention: Callable[..., Tensor]) -> Iterator[None]:
+    """While this is open, functions of `torch.nn.functional` attend with `attention`.
+
+    Inside of `multi_head_attention_forward`, a `TorchFunctionMode` that handles it sees no more calls.
+    """
+    original = nn.functional.scaled_dot_product_attention
+    nn.functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = original
+
+
+def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+    """Switch off `TorchDispatchMode`s, for operations that nobody shall count or keep.
+
+    `torch.utils._python_dispatch._disable_current_modes`, since 2.0; no public spelling.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class as its author wrote it: `fully_shard` puts "FSDP" in front, since 2.4."""
+    return type(module).__name__.removeprefix("FSDP") if isinstance(module, FSDPModule) else type(module).__name__
+
+
 def without_function_modes() -> contextlib.AbstractContextManager[None]:
     """Switch off `TorchFunctionMode`s, for code that is called by one. `torch._C.DisableTorchFunction`, since 1.13."""
     return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
@@ -188,3 +313,70 @@ HOOK_TABLES = (
     "_load_state_dict_post_hooks",
 )
 """Where `nn.Module` keeps its hooks: names stable since 2.0; there is no public way to list a module's hooks."""
+
+
+def subclass_like(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    """A subclass of `cls` with another `forward` that reads and prints like `cls` itself."""
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def activation_budget(budget: float) -> contextlib.AbstractContextManager[None]:
+    """While this is open, what is compiled keeps at most a share `budget` of its activations for backward.
+
+    `torch._functorch.config.activation_memory_budget`, since 2.4; no public spelling.
+    """
+    if budget == 1.0:
+        return contextlib.nullcontext()
+    from torch._functorch import config
+
+    return config.patch(activation_memory_budget=budget)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def unscaling_shards(scaler: torch.amp.GradScaler) -> Iterator[None]:
+    """While this is open, `scaler` unscales sharded and whole gradients together, and the ranks agree on the outcome.
+
+    Its own `_unscale_grads_`, since 1.6, gives both kinds to one operation, which takes no mixture.
+    """
+
+    def unscale(optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            if parameter.grad.dtype == torch.float16 and not allow_fp16:
+                raise ValueError("Attempting to unscale FP16 gradients.")
+            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            by_kind.setdefault((local.device, local.dtype), []).append(local)
+        found = {device: found_inf.to(device, copy=True) for device, _ in by_kind}
+        for (device, _), gradients in by_kind.items():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found[device], inv_scale.to(device))
+        agreed = torch.stack([each.to(found_inf.device) for each in found.values()]).amax(0) if found else found_inf
+        if dist.is_initialized():
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        return {device: agreed.to(device) for device in found} or {found_inf.device: agreed}
+
+    scaler._unscale_grads_ = unscale  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del scaler._unscale_grads_
+
+
+def _operations(*names: str) -> frozenset[Any]:
+    """The overloads of the operations that this torch has."""
+    found = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    return frozenset(getattr(packet, overload) for packet in found for overload in packet.overloads())
+
+
+MATRIX_PRODUCTS = _operations("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm")
+"""The operations of `torch.ops.aten` that linear maps end up in; there is no public list."""
+
+ATTENTIONS = _operations(
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_attention_math",
+    "_flex_attention",
+)
+"""The operations that scaled-dot-product attention ends up in."""

@@ -108,6 +108,8 @@ class Footprint:
         for original, current in self.replaced():
             back[current] = self._refill(original, gather(current), current.requires_grad)
         for module, before in self._befores.items():
+            for name, original_child in before.children.items():
+                _hand_back(module._modules.get(name), original_child)
             standing = {name: back[module._parameters[name]] for name in before.parameters}  # type: ignore[index]
             before.undo(module)
             for name, parameter in standing.items():
@@ -126,6 +128,16 @@ class Footprint:
         original.grad = None
         original.requires_grad_(requires_grad)
         return original
+
+
+def _hand_back(current: nn.Module | None, original: nn.Module | None) -> None:
+    """Give a module that comes back what its stand-in holds under the same names: training may have replaced it."""
+    if current is None or original is None:
+        return
+    original.training = current.training
+    for table in ("_parameters", "_buffers"):
+        own, theirs = getattr(original, table), getattr(current, table)
+        own.update({name: theirs[name] for name in own if name in theirs})
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from lightning_parallel import _torch
 from lightning_parallel.degrees import Degrees
 
 DATA = "data_parallel"
+_SHARDS = "data_parallel_shard_context"
+_GRADIENTS = "data_parallel_context"
 AXES = {
     "pipeline": "pipeline_parallel",
     "replicate": "data_parallel_replicate",
@@ -30,30 +32,32 @@ class Mesh:
         degrees: Resolved degrees.
         devices: The mesh of all ranks, with an axis for each degree.
         data: One axis: the ranks that read different samples, over which losses and metrics are reduced.
+        sharding: What FSDP2 takes: the axis to shard over, behind the axis to replicate over if there is one.
+        gradients: One axis: the ranks whose gradients are averaged, which read other samples or other parts of these.
         host_group: All ranks, for what they agree on in host memory.
     """
 
     degrees: Degrees
     devices: DeviceMesh
     data: DeviceMesh
+    sharding: DeviceMesh
+    gradients: DeviceMesh
     host_group: ProcessGroup
 
     @property
-    def data_group(self) -> ProcessGroup:
-        """The process group of :attr:`data`."""
-        return self.data.get_group()
+    def gradient_group(self) -> ProcessGroup:
+        """The process group of :attr:`gradients`."""
+        return self.gradients.get_group()
+
+    @property
+    def context_group(self) -> ProcessGroup | None:
+        """The ranks that share a sequence; ``None`` if each has its own."""
+        return self.devices[AXES["context"]].get_group() if self.degrees.context != 1 else None
 
     @property
     def data_rank(self) -> int:
         """This process's place among the ranks that read different samples."""
         return self.data.get_local_rank()
-
-    @property
-    def sharding(self) -> DeviceMesh:
-        """What FSDP2 takes: the axis to shard over, behind the axis to replicate over if there is one."""
-        if self.degrees.replicate == 1:
-            return self.data
-        return self.devices[(AXES["replicate"], AXES["shard"])]
 
 
 def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
@@ -68,8 +72,26 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     if degrees.replicate == 1:
         sizes = {DATA if axis == AXES["shard"] else axis: size for axis, size in sizes.items()}
     devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    both = (AXES["replicate"], AXES["shard"])
-    data = devices[DATA] if degrees.replicate == 1 else _torch.flattened(devices[both], DATA)
-    host_group = data.get_group() if device_type == "cpu" else dist.new_group(backend="gloo")
-    assert isinstance(host_group, ProcessGroup)
-    return Mesh(degrees, devices, data, host_group)
+    data, sharding, gradients = _data_meshes(devices, degrees)
+    world = dist.group.WORLD if device_type == "cpu" else dist.new_group(backend="gloo")
+    assert isinstance(world, ProcessGroup)
+    return Mesh(degrees, devices, data, sharding, gradients, world)
+
+
+def _data_meshes(devices: DeviceMesh, degrees: Degrees) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
+    """The ranks that read different samples, what is sharded over, and the ranks whose gradients are averaged.
+
+    Ranks that share a sequence have gradients of different parts of it, so parameters are sharded over them, too.
+    """
+    replicate, shard, context = AXES["replicate"], AXES["shard"], AXES["context"]
+    has_context = degrees.context != 1
+    if degrees.replicate == 1:
+        data = devices[DATA]
+        gradients = _torch.flattened(devices[(DATA, context)], _GRADIENTS) if has_context else data
+        return data, gradients, gradients
+    data = _torch.flattened(devices[(replicate, shard)], DATA)
+    if not has_context:
+        return data, devices[(replicate, shard)], data
+    shards = _torch.flattened(devices[(shard, context)], _SHARDS)
+    gradients = _torch.flattened(devices[(replicate, shard, context)], _GRADIENTS)
+    return data, _torch.concatenated([devices[replicate], shards]), gradients

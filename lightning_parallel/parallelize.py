@@ -1,6 +1,7 @@
 """The one page on which techniques meet; the order of the calls is the order of application. Layer 3.
 
-tensor -> context -> recompute -> compile -> shard | replicate. A pipeline splits first and calls this on each part.
+tensor -> context -> float8 -> recompute -> compile -> shard | replicate. A pipeline splits first and calls this on each
+part.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.whole import whole
-from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.footprint import Footprint
 from lightning_parallel.init_record import InitRecord
-from lightning_parallel.layers import find_layers
+from lightning_parallel.layers import Anatomy, find_layers, layers_violations
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.precision import DtypePolicy
+from lightning_parallel.techniques.buffers import apply_buffer_dtype
+from lightning_parallel.techniques.compiling import apply_compile
+from lightning_parallel.techniques.context import SplitStack, apply_context
+from lightning_parallel.techniques.float8 import apply_float8, unfitting_violations
 from lightning_parallel.techniques.offload import build_offload_policy
+from lightning_parallel.techniques.recompute import apply_recompute, parse_recompute, statistics_violations
 from lightning_parallel.techniques.replicate import synchronize_module
 from lightning_parallel.techniques.sharding import (
     ShardingPlan,
@@ -29,7 +35,29 @@ from lightning_parallel.techniques.sharding import (
     reshard_units,
     unreduced_parameters,
 )
-from lightning_parallel.techniques.unused import UnusedParameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPolicies:
+    """What is done to each layer of the stacks, under every strategy.
+
+    Args:
+        layers: Paths of the layer stacks, where the search should not decide.
+        float8: Recipe of the linear maps, such as ``"tensorwise"``.
+        recompute: Which activations are computed again in backward.
+        compile: ``"none"`` or ``"layers"``.
+    """
+
+    layers: str | Sequence[str] | None = None
+    float8: str | None = None
+    recompute: str = "none"
+    compile: str = "none"
+
+    @property
+    def are_on(self) -> dict[str, str]:
+        """The policies that need a stack, by name."""
+        chosen = {"float8": self.float8, "recompute": self.recompute, "compile": self.compile}
+        return {name: value for name, value in chosen.items() if value not in (None, "none")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +65,16 @@ class Policies:
     """The rules by which a module is made parallel; none of them knows the module.
 
     Args:
-        layers: Paths of the layer stacks, where the search should not decide.
+        layer: What is done to each layer.
         step_methods: Methods that are called in place of the module's `forward`.
         forward_methods: Further methods, by dotted path, in which parameters are to be gathered.
         backward_in_step: Whether backward runs inside the step (manual optimization).
         reshard: When gathered parameters are freed: ``"always"``, ``"never"``, or over how many ranks they stay.
-        offload: ``"none"`` or ``"all"``.
+        offload: ``"none"``, ``"optimizer"`` or ``"all"``.
         dtypes: Dtypes of gathering and reducing.
     """
 
-    layers: str | Sequence[str] | None = None
+    layer: LayerPolicies = field(default_factory=LayerPolicies)
     step_methods: Sequence[str] = ()
     forward_methods: Sequence[str] = ()
     backward_in_step: bool = False
@@ -62,18 +90,24 @@ class Parallelized:
     Args:
         mesh: The ranks.
         plan: What is sharded with what.
-        footprint: What the module was before.
-        unused: What to do about parameters that a step leaves unused.
+        policies: By which rules.
+        footprints: What the module was before each kind of change, in the order of these; the last is sharding.
+        split_stacks: The stacks in which sequences are split.
     """
 
     mesh: Mesh
     plan: ShardingPlan
-    footprint: Footprint
-    unused: UnusedParameters
+    policies: Policies
+    footprints: tuple[Footprint, ...]
+    split_stacks: tuple[SplitStack, ...] = ()
 
     def replaced(self) -> dict[Tensor, Tensor]:
         """The module's own parameter -> what stands in its place."""
-        return dict(self.footprint.replaced())
+        return dict(self.footprints[-1].replaced())
+
+    def units(self, module: nn.Module) -> list[nn.Module]:
+        """The sharded units, inner before outer."""
+        return [module.get_submodule(path) for path in self.plan.units]
 
     def averaged_parameters(self, module: nn.Module) -> list[nn.Parameter]:
         """The parameters that every rank holds whole, each once, in the same order on all ranks."""
@@ -83,7 +117,11 @@ class Parallelized:
         """Make the module whole and plain on every rank. A collective. Returns sharded -> own parameter."""
         reshard_units(module)
         module.__dict__.pop(_KEY, None)
-        return self.footprint.restore(whole)
+        *before, sharding = self.footprints
+        own = sharding.restore(whole)
+        for footprint in reversed(before):
+            footprint.restore(whole)
+        return own
 
 
 _KEY = "_lightning_parallel"
@@ -92,6 +130,27 @@ _KEY = "_lightning_parallel"
 def parallelized(module: nn.Module) -> Parallelized | None:
     """How `module` is parallel now, if it is: an earlier fit may have left it so."""
     return module.__dict__.get(_KEY)
+
+
+def left_over_violations(module: nn.Module, policies: Policies) -> list[str]:
+    """Why a module that an earlier fit left sharded cannot be trained by `policies`; empty if it can."""
+    left = parallelized(module)
+    if left is None:
+        return []
+    before, now = left.policies, policies
+    names = [
+        name
+        for name in ("layer", "offload", "dtypes", "backward_in_step")
+        if getattr(before, name) != getattr(now, name)
+    ]
+    if not names:
+        return []
+    differences = "; ".join(f"{name}: {getattr(before, name)} before, {getattr(now, name)} now" for name in names)
+    return [
+        f"{type(module).__name__} is still sharded by an earlier fit, which ended in an error, or it is too large to "
+        f"be made whole; it cannot be sharded by other rules ({differences}). Give those of before, or start a new "
+        "process"
+    ]
 
 
 def parallelize(
@@ -109,9 +168,14 @@ def parallelize(
     Raises:
         ConfigurationError: For tensors that cannot be made, and for parameters whose gradients nobody reduces.
     """
-    anatomy = find_layers(module, policies.layers)
-    footprint = Footprint(module)
-
+    check(stack_violations(module, policies.layer, context=mesh.degrees.context))
+    anatomy = find_layers(module, policies.layer.layers)
+    stacks = [[(path, module.get_submodule(path)) for path in stack.layers] for stack in anatomy.stacks]
+    context = Footprint(module)
+    split = apply_context(stacks, mesh.context_group) if mesh.context_group is not None else []
+    context.close()
+    layers = transform_layers(module, anatomy, policies.layer, buffers=policies.dtypes.buffers)
+    sharding = Footprint(module)
     synchronize_module(module, device)
     plan = plan_sharding(
         module, anatomy.units, root_is_unit=not policies.backward_in_step, casts=policies.dtypes.param is not None
@@ -126,21 +190,68 @@ def parallelize(
         device=device,
     )
     if init is not None:
-        shards_on = device if policies.offload == "none" else torch.device("cpu")
+        shards_on = torch.device("cpu") if policies.offload == "all" else device
         init.materialize(module, device, shards_on=shards_on)
     finish_sharding(module, plan, policies.step_methods)
     for method in policies.forward_methods:
         gather_in_method(module, plan, method)
 
-    unused = UnusedParameters([module.get_submodule(path) for path in plan.units], mesh.host_group)
-
-    footprint.close()
-    for own, current in footprint.replaced():
+    sharding.close()
+    for own, current in sharding.replaced():
         current.__dict__.update(vars(own))  # marks that code reads, such as `parameter.no_weight_decay`
     _audit(module, plan, mesh)
-    result = Parallelized(mesh, plan, footprint, unused)
+    result = Parallelized(mesh, plan, policies, (context, layers, sharding), tuple(split))
     module.__dict__[_KEY] = result
     return result
+
+
+def transform_layers(
+    module: nn.Module,
+    anatomy: Anatomy,
+    policies: LayerPolicies,
+    *,
+    buffers: torch.dtype | None = None,
+) -> Footprint:
+    """Change how the layers of the stacks compute, in place; `restore` of the result undoes it. No collective.
+
+    Args:
+        module: The whole module.
+        anatomy: Where its layers are.
+        policies: What is done to each.
+        buffers: Dtype of floating-point buffers in forward, of all submodules.
+
+    """
+    footprint = Footprint(module)
+    layers = [module.get_submodule(path) for path in anatomy.layers]
+    recompute = parse_recompute(policies.recompute)
+    assert recompute is not None
+    if policies.float8 not in (None, "none"):
+        apply_float8(layers, str(policies.float8))
+    apply_buffer_dtype(module, buffers)
+    apply_recompute(layers, recompute)
+    if policies.compile == "layers":
+        apply_compile(layers, budget=recompute.budget)
+    footprint.close()
+    return footprint
+
+
+def stack_violations(module: nn.Module, policies: LayerPolicies, *, context: int | str = 1) -> list[str]:
+    """Why `policies`, and sequences over `context` ranks, cannot be applied to `module`; empty if they can."""
+    needs_stack = {**policies.are_on, **({"context": context} if context != 1 else {})}
+    if not needs_stack or layers_violations(module, policies.layers):
+        return []
+    layers = [module.get_submodule(path) for path in find_layers(module, policies.layers).layers]
+    if layers:
+        compiles = policies.compile == "layers"
+        return [
+            *unfitting_violations(layers, policies.float8),
+            *statistics_violations(layers, policies.recompute, compiles=compiles),
+        ]
+    chosen = ", ".join(f"{name}={value!r}" for name, value in needs_stack.items())
+    return [
+        f"{chosen} works layer by layer, and {type(module).__name__} has no stack of repeated layers; name one "
+        "with layers='path.to.the.list' (a ModuleList or Sequential), or leave it out"
+    ]
 
 
 def _audit(module: nn.Module, plan: ShardingPlan, mesh: Mesh) -> None:

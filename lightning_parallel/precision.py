@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_parallel.errors import check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,21 +18,60 @@ class DtypePolicy:
         param: Parameters while they are gathered, and so the traffic of gathering them.
         reduce: Gradients while they are reduced.
         output: What a unit's forward returns.
+        buffer: Floating-point buffers while their module's forward runs, but for the statistics of BatchNorm; the
+            buffers themselves keep their dtype.
+
+    Raises:
+        ConfigurationError: For a name that is no floating-point dtype of torch.
 
     Example:
-        >>> DtypePolicy(param=torch.bfloat16, reduce=torch.float32)
+        >>> DtypePolicy(param=torch.bfloat16, reduce="float32")
     """
 
-    param: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    output: torch.dtype | None = None
+    param: torch.dtype | str | None = None
+    reduce: torch.dtype | str | None = None
+    output: torch.dtype | str | None = None
+    buffer: torch.dtype | str | None = None
+
+    def __post_init__(self) -> None:
+        check(_dtype_violations(self))
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, str):  # as in YAML and on the command line
+                object.__setattr__(self, each.name, getattr(torch, value))
+
+    @property
+    def buffers(self) -> torch.dtype | None:
+        """:attr:`buffer`, resolved."""
+        return _dtype(self.buffer)
 
     @property
     def fsdp(self) -> MixedPrecisionPolicy:
         """The same rule in FSDP2's words. Inputs are not cast: autocast decides operation by operation."""
         return MixedPrecisionPolicy(
-            param_dtype=self.param, reduce_dtype=self.reduce, output_dtype=self.output, cast_forward_inputs=False
+            param_dtype=_dtype(self.param),
+            reduce_dtype=_dtype(self.reduce),
+            output_dtype=_dtype(self.output),
+            cast_forward_inputs=False,
         )
+
+
+def _dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+    assert not isinstance(value, str)
+    return value
+
+
+def _dtype_violations(policy: DtypePolicy) -> list[str]:
+    found = []
+    for each in fields(policy):
+        value = getattr(policy, each.name)
+        dtype = getattr(torch, value, None) if isinstance(value, str) else value
+        if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            found.append(
+                f"DtypePolicy({each.name}={value!r}) is no floating-point dtype; give float32, bfloat16 or float16, by "
+                "name or as torch.bfloat16"
+            )
+    return found
 
 
 POLICIES: dict[str, DtypePolicy] = {

@@ -55,8 +55,23 @@ PRESETS: dict[str, Preset] = {
         MeshStrategy, "sharded inside a machine, replicated across machines (HSDP)", {"replicate": "auto"}
     ),
     "fsdp_offload_custom": Preset(MeshStrategy, "fsdp_custom with all state in host memory", {"offload": "all"}),
+    "cp_custom": Preset(
+        MeshStrategy,
+        "sequences split inside a machine (context parallel, Ulysses), sharded over all",
+        {"context": "node"},
+    ),
 }
 """Name -> what it stands for."""
+
+
+_MISSING = {
+    "accumulation_sync": "one process has nothing to reduce between microsteps",
+    "optimizer_in_backward": "gradients are whole on every rank before any can be used up, so there is no memory to "
+    "save; use zero2_custom or fsdp_custom",
+    "reshard": "its parameters are whole on every rank; use zero2_custom or fsdp_custom",
+    "precision_policy": "it gathers no parameters; use fsdp_custom, or Trainer(precision=...)",
+}
+"""Option that some names lack -> why, and what to use."""
 
 
 def build_strategy(text: str) -> Strategy:
@@ -95,6 +110,7 @@ def _parse_options(name: str, text: str) -> dict[str, Any]:
 
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(PRESETS[name].build)
+    instantiate = getattr(parser, "instantiate", parser.instantiate_classes)  # renamed in jsonargparse 4.5x
     possible = PRESETS[name].options
     values: dict[str, Any] = {}
     violations = []
@@ -105,20 +121,30 @@ def _parse_options(name: str, text: str) -> dict[str, Any]:
             violations.append(f"{item!r} in the options of {name} is not of the form option=value")
         elif option not in possible:
             near = difflib.get_close_matches(option, possible, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            hint = f"{_MISSING[option]}. " if option in _MISSING else f"did you mean {near[0]}? " if near else ""
             violations.append(f"{name} has no option {option!r}; {hint}Possible: {', '.join(possible) or 'none'}")
         elif option in values:
             violations.append(f"option {option!r} of {name} is given twice")
         else:
             try:
-                values[option] = getattr(parser.parse_args([f"--{option}={value.strip()}"]), option)
-            except Exception:
+                values[option] = getattr(instantiate(parser.parse_args([f"--{option}={value.strip()}"])), option)
+            except Exception as error:
                 values[option] = None
+                if reasons := _own_reasons(error):
+                    violations.extend(reasons)
+                    continue
                 wanted = inspect.formatannotation(possible[option].annotation).strip("'")
                 violations.append(f"{option}={value!r} of {name} is not of type {wanted}")
     if violations:
         raise ConfigurationError(violations)
     return values
+
+
+def _own_reasons(error: BaseException | None) -> tuple[str, ...]:
+    """What a value of ours refused, inside of what the parser raised."""
+    while error is not None and not isinstance(error, ConfigurationError):
+        error = error.__cause__ or error.__context__
+    return () if error is None else error.violations
 
 
 def _split(text: str) -> list[str]:

@@ -29,3 +29,24 @@ class Module(L.LightningModule):
 class Data(L.LightningDataModule):
     def train_dataloader(self) -> Any:
         return DataLoader(TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(0))), batch_size=4)
+
+
+class Layered(Module):
+    """With a stack of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2)]
+        self.net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.blocks = nn.ModuleList(layers)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.net(batch[0])
+        for block in self.blocks:
+            x = x + block(x)
+        self.last = x.pow(2).mean()
+        return self.last
+
+
+def count(batch: Any) -> int:
+    return len(batch[0])

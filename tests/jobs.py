@@ -361,8 +361,36 @@ def half_precision(
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
     trainer = trainer_for(strategy, num_ranks, plugins=[plugin], gradient_clip_val=0.5)
-    trainer.fit(Module("sgd"), loader(num_ranks))
+    trainer.fit(Module("sgd"), loader(num_ranks, 4, case))
     return scaler.get_scale(), full_state_dict(trainer)
+
+
+def scale_after(strategy: str, num_ranks: int, resume: str | None, save: str | None) -> float:
+    """The loss scale after an epoch of four steps, that doubles after each four; resumed, after two epochs."""
+    L.seed_everything(3, verbose=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    trainer = trainer_for(strategy, num_ranks, plugins=[plugin], max_epochs=1 if resume is None else 2)
+    trainer.fit(ByteGPT("sgd"), loader(num_ranks), ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return float(scaler.get_scale())
+
+
+class FreeGAN(CASES["gan"]):  # type: ignore[misc]
+    """Lightning clips no gradients by hand under loss scaling."""
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """None."""
+
+
+def scaled_gan(strategy: str, num_ranks: int) -> Weights:
+    """Four steps in fp16 with loss scaling."""
+    L.seed_everything(3, verbose=False)
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**4))
+    trainer = trainer_for(strategy, num_ranks, plugins=[plugin])
+    trainer.fit(FreeGAN("sgd"), loader(num_ranks, 4, "gan"))
+    return full_state_dict(trainer)
 
 
 def in_bf16(strategy: str, num_ranks: int, precision: str, case: str) -> list[float]:

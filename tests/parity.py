@@ -71,7 +71,7 @@ def train(case: str, optimizer: str, strategy: str, num_ranks: int, **kwargs: An
         kwargs.setdefault("gradient_clip_val", 0.5)
     built = strategy if strategy == "auto" else lightning_parallel.build_strategy(strategy)
     trainer = make_trainer(built, num_ranks, callbacks=[recorder], **kwargs)
-    readers = 1 if strategy.startswith("dp_custom") else num_ranks
+    readers = 1 if strategy.startswith(("dp_custom", "cp_custom")) else num_ranks
     trainer.fit(module, loader_of(case, steps=STEPS, global_batch=GLOBAL_BATCH, num_ranks=readers))
     recorder.outcome.final = lightning_parallel.full_state_dict(trainer)
     return recorder.outcome
@@ -83,13 +83,15 @@ def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     for name in theirs:
         assert ours[name].shape == theirs[name].shape, name
         assert ours[name].dtype == theirs[name].dtype, name
-    return max((ours[name].double() - theirs[name].double()).abs().max().item() for name in theirs)
+    largest = torch.stack([(ours[name].double() - theirs[name].double()).abs().max() for name in theirs])
+    return largest.max().item()  # not Python's max, in which NaN may lose
 
 
 def worst(ours: Outcome, reference: Outcome) -> float:
     """The largest difference of losses, initial and final weights."""
-    losses = max(abs(a - b) for a, b in zip(ours.losses, reference.losses, strict=True))
-    return max(losses, difference(ours.initial, reference.initial), difference(ours.final, reference.final))
+    losses = float(torch.tensor([a - b for a, b in zip(ours.losses, reference.losses, strict=True)]).abs().max())
+    weights = difference(ours.initial, reference.initial), difference(ours.final, reference.final)
+    return float(torch.tensor([losses, *weights], dtype=torch.float64).max())
 
 
 def is_moving(outcome: Outcome) -> bool:

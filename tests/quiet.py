@@ -22,6 +22,10 @@ KNOWN = (
     r".*was called without a model.*",
     r".*It is recommended to use `self.log\(.*sync_dist=True\)`.*",
     r".*enable_nested_tensor is True.*",
+    # torch.compile looks at every input's `.grad` while it traces
+    r".*The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.*",
+    r".*`training_step` returned `None`.*",
+    r".*You're resuming from a checkpoint that ended before the epoch ended.*",
     r".*Found .* module\(s\) in eval mode at the start of training.*",
 )
 

@@ -177,3 +177,51 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.device_violations("cuda", "0,1") == []
     assert devices.device_violations("auto", "auto") == []
     assert devices.device_violations("cpu", 64) == []
+
+
+POLICIES_IN_YAML: dict[str, dict[str, Any]] = {
+    "--strategy": {"strategy": "fsdp_custom:recompute=every:2,accumulation_sync=last,layers=blocks"},
+    "class_path": {
+        "trainer": {
+            "strategy": {
+                "class_path": "lightning_parallel.MeshStrategy",
+                "init_args": {
+                    "layers": "blocks",
+                    "recompute": "selective",
+                    "accumulation_sync": "every",
+                    "float8": "tensorwise:emulate",
+                    "offload": "optimizer",
+                    "precision_policy": {"reduce": "float32"},
+                },
+            },
+        },
+    },
+    "ddp": {
+        "trainer": {
+            "strategy": {
+                "class_path": "lightning_parallel.DDPStrategy",
+                "init_args": {"recompute": "full", "layers": "blocks", "offload": "optimizer"},
+            },
+        },
+    },
+}
+CALLBACKS: list[dict[str, Any]] = [
+    {"class_path": "lightning_parallel.callbacks.TokenWeighted", "init_args": {"count": "tests.cli_module.count"}},
+    {"class_path": "lightning_parallel.callbacks.GlobalBatch", "init_args": {"size": 8}},
+    {"class_path": "lightning_parallel.callbacks.ScaledLearningRate", "init_args": {"reference_batch": 4}},
+    {"class_path": "lightning_parallel.callbacks.GradientNorm"},
+    {"class_path": "lightning_parallel.callbacks.ExponentialMovingAverage", "init_args": {"decay": 0.9}},
+]
+
+
+@pytest.mark.parametrize("way", POLICIES_IN_YAML)
+def test_policies_are_reached_from_yaml(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, way: str
+) -> None:
+    given = POLICIES_IN_YAML[way]
+    trainer = {**CONFIG["trainer"], **given.get("trainer", {}), "devices": 1, "callbacks": CALLBACKS}
+    model = {"class_path": "tests.cli_module.Layered"}
+    path = tmp_path / "policies.yaml"
+    path.write_text(yaml.safe_dump({**CONFIG, **given, "trainer": trainer, "model": model}))
+    assert run(monkeypatch, "fit", "--config", str(path)) == 0, capsys.readouterr().err
+    assert "last loss" in capsys.readouterr().out

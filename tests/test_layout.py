@@ -11,9 +11,11 @@ PACKAGE = Path(__file__).parents[1] / "lightning_parallel"
 LAYERS = (
     ("errors",),
     ("degrees", "_torch"),
-    ("layers", "mesh", "precision", "footprint", "init_record"),
+    ("layers", "caches", "mesh", "precision", "footprint", "init_record"),
+    ("memory", "updates", "randomness", "exchange"),
     ("techniques", "checkpoint", "data"),
     ("parallelize",),
+    ("steps",),
     ("strategies", "callbacks"),
     ("planning", "verification"),
     ("presets",),

@@ -18,10 +18,10 @@ def test_names_build_their_classes() -> None:
 def test_options_have_their_types() -> None:
     strategy = build_strategy("fsdp_custom:reshard=2,layers=model.blocks,forward_methods=[model.a,b],timeout=30")
     assert strategy._reshard == 2
-    assert strategy._layers == "model.blocks"
+    assert strategy._layer_policies.layers == "model.blocks"
     assert strategy._forward_methods == ("model.a", "b")
     assert strategy._timeout == timedelta(seconds=30)
-    assert build_strategy("fsdp_custom:layers=[a,b]")._layers == ["a", "b"]
+    assert build_strategy("fsdp_custom:layers=[a,b]")._layer_policies.layers == ["a", "b"]
     assert build_strategy("fsdp_custom:reshard=never")._reshard == "never"
     assert build_strategy("ddp_custom:static_graph=true")._ddp_options["static_graph"] is True
 
@@ -41,7 +41,7 @@ def test_an_option_wins_over_the_preset() -> None:
         ("fsdp_custom:shard=x", ["shard='x'", "int"]),
         ("fsdp_custom:offload", ["'offload'", "option=value"]),
         ("fsdp_custom:shard=2,shard=2", ["'shard'", "given twice"]),
-        ("dp_custom:shard=2", ["no option 'shard'", "Possible: none"]),
+        ("dp_custom:shard=2", ["no option 'shard'", "Possible: layers, recompute"]),
         ("fsdp_custom:a=1,shard=x,timeout=soon", ["3 problems", "'a'", "shard='x'", "timeout='soon'"]),
     ],
 )

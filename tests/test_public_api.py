@@ -7,8 +7,10 @@ from pathlib import Path
 
 import lightning.pytorch.strategies as registry
 import pytest
+from lightning.pytorch import Callback
 
 import lightning_parallel
+from lightning_parallel import callbacks
 from lightning_parallel.presets import PRESETS, register
 
 PUBLIC = {
@@ -23,19 +25,29 @@ PUBLIC = {
     "build_strategy",
     "full_state_dict",
 }
+CALLBACKS = {
+    "BatchSizeFinder",
+    "ExponentialMovingAverage",
+    "GlobalBatch",
+    "GradientNorm",
+    "ScaledLearningRate",
+    "TokenWeighted",
+}
 ROOT = Path(__file__).parents[1]
 
 
 def test_names() -> None:
     assert set(lightning_parallel.__all__) == PUBLIC
     assert all(hasattr(lightning_parallel, name) for name in PUBLIC)
+    assert set(callbacks.__all__) == CALLBACKS
+    assert all(issubclass(getattr(callbacks, name), Callback) for name in CALLBACKS)
 
 
 def test_names_are_in_docs_and_changelog() -> None:
     for document in ("api.md", "changelog.md"):
         text = (ROOT / "docs" / document).read_text()
         assert [name for name in PUBLIC | set(PRESETS) if name not in text] == [] or document == "api.md"
-        assert [name for name in PUBLIC if name not in text] == []
+        assert [name for name in PUBLIC | CALLBACKS if name not in text] == []
 
 
 def test_registration_is_idempotent() -> None:
@@ -63,5 +75,5 @@ def test_public_things_have_docstrings_with_one_call(path: Path) -> None:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
             assert ast.get_docstring(node), node.name
-            if node.name in PUBLIC - {"Degrees"}:
+            if node.name in (PUBLIC | CALLBACKS) - {"Degrees"}:
                 assert ">>>" in str(ast.get_docstring(node)), f"{node.name} shows no call"

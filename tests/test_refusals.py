@@ -23,7 +23,7 @@ from tests.parity import make_trainer
         ("hsdp_custom", 3, {}, ["replicate=2 does not divide 3 ranks", "even number"]),
         ("fsdp_custom:shard=3", 4, {}, ["3 ranks, but there are 4", "shard=4"]),
         ("fsdp_custom:reshard=3", 4, {}, ["reshard=3", "1, 2, 4"]),
-        ("fsdp_custom:offload=some", 2, {}, ["offload='some'", "none, all"]),
+        ("fsdp_custom:offload=some", 2, {}, ["offload='some'", "none, optimizer, all"]),
         ("fsdp_custom:tensor=2", 2, {}, ["tensor=2 is not available in this version"]),
         ("ddp_custom:comm_hook=bf16", 2, {}, ["needs NCCL", "gloo", "fp16"]),
         ("ddp_custom:comm_hook=zip", 2, {}, ["'zip' is unknown", "powersgd"]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_parallel import build_strategy
 from lightning_parallel.footprint import Footprint
 from lightning_parallel.techniques.clipping import clip_gradients_by_norm
 from lightning_parallel.techniques.compression import register_comm_hook
@@ -24,8 +21,7 @@ from lightning_parallel.techniques.optimizer_sharding import ShardedOptimizer, d
 from lightning_parallel.techniques.replicate import reduce_gradients, synchronize_module
 from lightning_parallel.techniques.sharding import plan_sharding, unreduced_parameters
 from tests.cases import CASES, GPT
-from tests.jobs import loader
-from tests.parity import make_trainer
+from tests.collectives import collectives_of_a_window
 
 # Clipping ---------------------------------------------------------------------------------------------------------
 
@@ -216,36 +212,6 @@ def test_the_audit_names_forgotten_parameters() -> None:
     assert forgotten == [name for name, _ in module.named_parameters()]
 
 
-class CountingMode(TorchDispatchMode):
-    """Counts collectives by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def collectives(strategy: str) -> dict[str, int]:
-    """What one training step sends, by kind: counted from the start of the second step to its optimizer."""
-    mode = CountingMode()
-
-    class Module(CASES["byte_gpt"]):  # type: ignore[misc]
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 1:
-                mode.__enter__()
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            if self.trainer.global_step == 1:
-                mode.__exit__(None, None, None)
-
-    make_trainer(build_strategy(strategy), dist.get_world_size()).fit(Module(), loader(dist.get_world_size(), 3))
-    return dict(mode.counts)
-
-
 @pytest.mark.parametrize(
     ("strategy", "size", "gathers", "reduces", "all_reduces"),
     [
@@ -259,10 +225,10 @@ def collectives(strategy: str) -> dict[str, int]:
 def test_collectives_of_a_step(
     ranks: Any, strategy: str, size: int, gathers: int, reduces: int, all_reduces: int
 ) -> None:
-    counts = ranks(size).run(collectives, strategy)[0]
-    assert sum(n for op, n in counts.items() if "all_gather" in op or "allgather" in op) == gathers, counts
-    assert sum(n for op, n in counts.items() if "reduce_scatter" in op) == reduces, counts
-    assert sum(n for op, n in counts.items() if "allreduce" in op or "all_reduce" in op) == all_reduces, counts
+    counts = ranks(size).run(collectives_of_a_window, strategy)[0]
+    assert counts.number("gather") == gathers, counts
+    assert counts.number("reduce_scatter") == reduces, counts
+    assert counts.number("all_reduce") == all_reduces, counts
 
 
 # Footprint --------------------------------------------------------------------------------------------------------

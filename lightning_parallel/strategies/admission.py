@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import callbacks
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_parallel.init_record import InitRecord
+from lightning_parallel.memory import host_memory
+from lightning_parallel.parallelize import LayerPolicies
+from lightning_parallel.techniques.compiling import compile_violations
+from lightning_parallel.techniques.float8 import float8_violations
 from lightning_parallel.techniques.materialize import unrecorded_meta_tensors
+from lightning_parallel.techniques.recompute import recompute_violations
 from lightning_parallel.techniques.sharding import is_sharded
+from lightning_parallel.techniques.update_in_backward import update_in_backward_violations
 
 _AVERAGING = tuple(
     getattr(callbacks, name)
@@ -71,8 +78,8 @@ def sharded_elsewhere_violations(strategy: object, module: nn.Module) -> list[st
     if not is_sharded(module):
         return []
     return [
-        f"the module is still sharded by an earlier fit, because it is too large to be whole in the "
-        f"memory of one rank; {type(strategy).__name__} needs it whole. Use a sharding strategy, or start a new "
+        f"the module is still sharded by an earlier fit, which ended in an error, or it is too large to be whole in "
+        f"the memory of one rank; {type(strategy).__name__} needs it whole. Use a sharding strategy, or start a new "
         "process from a checkpoint"
     ]
 
@@ -99,6 +106,41 @@ def unshardable_violations(module: LightningModule) -> list[str]:
     averaging = [type(callback).__name__ for callback in used if isinstance(callback, _AVERAGING)]
     if averaging:
         found.append(f"{', '.join(averaging)} copies whole parameters, which sharding cuts; use zero1_custom")
+    return found
+
+
+def layer_policy_violations(policies: LayerPolicies, device: torch.device) -> list[str]:
+    """Reasons that lie in what is to be done to each layer, on this kind of device."""
+    return [
+        *recompute_violations(policies.recompute, compiles=policies.compile == "layers"),
+        *compile_violations(policies.compile),
+        *float8_violations(policies.float8, device),
+    ]
+
+
+def in_backward_violations(module: LightningModule, *, offloads_optimizer: bool) -> list[str]:
+    """Reasons that lie in updating parameters while backward still runs."""
+    trainer: Any = module._trainer
+    if trainer is None:
+        return []
+    accumulates = [c for c in trainer.callbacks if isinstance(c, callbacks.GradientAccumulationScheduler)]
+    found = update_in_backward_violations(
+        clips=bool(trainer.gradient_clip_val),
+        scales=str(trainer.precision) == "16-mixed",
+        num_microsteps=max([trainer.accumulate_grad_batches, *(max(c.scheduling.values()) for c in accumulates)]),
+        is_manual=not module.automatic_optimization,
+    )
+    hooks = ("configure_gradient_clipping", "on_before_optimizer_step", "on_after_backward", "optimizer_step")
+    if finding_none := [name for name in hooks if is_overridden(name, module)]:
+        found.append(
+            f"optimizer_in_backward=True has used the gradients up before {', '.join(finding_none)} of "
+            f"{type(module).__name__} is called; leave one of the two out"
+        )
+    if offloads_optimizer:
+        found.append(
+            "optimizer_in_backward=True and offload='optimizer': the state would travel for each parameter; "
+            "give offload='all' or leave one of the two out"
+        )
     return found
 
 
@@ -148,12 +190,4 @@ def without_unmovable_module(strategy: Strategy) -> Iterator[None]:
 
 def rank_share_of_host_memory(local_world_size: int) -> int:
     """Bytes of host memory for each rank of this machine, within the limit of a container."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path) as file:  # noqa: PTH123 - a kernel file
-                text = file.read().strip()
-        except OSError:
-            continue
-        total = min(total, int(text)) if text.isdigit() else total
-    return total // max(1, local_world_size)
+    return host_memory() // max(1, local_world_size)

@@ -13,8 +13,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_parallel.checkpoint.whole import whole
 from lightning_parallel.errors import check
+from lightning_parallel.footprint import Footprint
+from lightning_parallel.layers import find_layers, layers_violations
+from lightning_parallel.parallelize import LayerPolicies, stack_violations, transform_layers
 from lightning_parallel.strategies.admission import (
+    layer_policy_violations,
     module_violations,
     sharded_elsewhere_violations,
     without_unmovable_module,
@@ -22,6 +27,7 @@ from lightning_parallel.strategies.admission import (
 from lightning_parallel.strategies.process_group import is_started_externally
 from lightning_parallel.techniques.data_parallel import ReplicatedSteps
 from lightning_parallel.techniques.materialize import Deferral
+from lightning_parallel.techniques.offload import OffloadedState, replicated_offload_violations
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -33,12 +39,32 @@ class DataParallelStrategy(ParallelStrategy):
     The loader's batch is the global batch, and is split over the devices. The host is one device, however many
     processes ``devices`` would start under another strategy.
 
+    Args:
+        layers: Path or paths of the layer stacks, where the search should not decide.
+        recompute: Activations that backward computes again: ``"full"``, ``"every:2"``, ``"selective"`` or
+            ``"budget:0.5"`` (see :class:`MeshStrategy`).
+        compile: ``"layers"`` compiles each layer of the stacks, in place.
+        float8: Recipe of the stacks' linear maps, ``"tensorwise"`` or ``"rowwise"``; needs the extra ``float8``.
+        offload: ``"optimizer"`` keeps optimizer state in host memory between updates.
+
     Example:
         >>> Trainer(strategy=DataParallelStrategy(), accelerator="gpu", devices=2)
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        layers: str | list[str] | None = None,
+        recompute: str = "none",
+        compile: str = "none",
+        float8: str | None = None,
+        offload: str = "none",
+    ) -> None:
         super().__init__()
+        self._layer_policies = LayerPolicies(layers=layers, float8=float8, recompute=recompute, compile=compile)
+        self._offload = offload
+        self._offloaded: list[OffloadedState] = []
+        self._layers_before: Footprint | None = None
         self.num_nodes = 1
         self._steps: ReplicatedSteps | None = None
         self._deferral = Deferral(to_meta=False, tell=rank_zero_info)
@@ -57,7 +83,13 @@ class DataParallelStrategy(ParallelStrategy):
             found.append(f"dp_custom is one process, but num_nodes={self.num_nodes}; give num_nodes=1 or ddp_custom")
         if is_started_externally():
             found.append("dp_custom is one process, but several were started (WORLD_SIZE > 1); use ddp_custom")
-        return found
+        if self._layer_policies.compile == "layers" and len(self.replica_devices) > 1:
+            found.append(
+                f"compile='layers' on {len(self.replica_devices)} devices: nn.DataParallel runs replicas in threads, "
+                "which torch.compile does not trace; use ddp_custom, or devices=1"
+            )
+        found += replicated_offload_violations(self._offload)
+        return found + layer_policy_violations(self._layer_policies, self.root_device)
 
     @override
     def connect(self, model: LightningModule) -> None:
@@ -66,22 +98,25 @@ class DataParallelStrategy(ParallelStrategy):
         found = sharded_elsewhere_violations(self, model)
         if not is_overridden("configure_model", model):
             found += module_violations(model, is_fitting=fitting)
-        if len(self._devices) > 1 and not model.automatic_optimization:
+            found += layers_violations(model, self._layer_policies.layers)
+            found += stack_violations(model, self._layer_policies)
+        if len(self.replica_devices) > 1 and not model.automatic_optimization:
             found.append(
                 "manual optimization runs backward inside the step, which dp_custom runs in a thread for each of "
-                f"{len(self._devices)} devices; use ddp_custom, or devices=1"
+                f"{len(self.replica_devices)} devices; use ddp_custom, or devices=1"
             )
         check(found)
 
     @property
-    def _devices(self) -> list[torch.device]:
+    def replica_devices(self) -> list[torch.device]:
+        """The devices over which a batch is split."""
         devices = self.parallel_devices or [torch.device("cpu")]
         return devices[:1] if devices[0].type == "cpu" else devices
 
     @property
     @override
     def root_device(self) -> torch.device:
-        return self._devices[0]
+        return self.replica_devices[0]
 
     @property
     @override
@@ -121,14 +156,19 @@ class DataParallelStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
-        if len(self._devices) > 1:
-            self._steps = ReplicatedSteps(self.lightning_module, [device.index for device in self._devices])
+        check(stack_violations(self.lightning_module, self._layer_policies))
+        anatomy = find_layers(self.lightning_module, self._layer_policies.layers)
+        self._layers_before = transform_layers(self.lightning_module, anatomy, self._layer_policies)
+        if len(self.replica_devices) > 1:
+            self._steps = ReplicatedSteps(self.lightning_module, [device.index for device in self.replica_devices])
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if is_fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+            if self._offload == "optimizer":
+                self._offloaded = [OffloadedState(optimizer) for optimizer in self.optimizers]
 
     @override
     def model_to_device(self) -> None:
@@ -184,5 +224,11 @@ class DataParallelStrategy(ParallelStrategy):
     def teardown(self) -> None:
         self._steps = None
         self._deferral.detach()
+        for offloaded in self._offloaded:
+            offloaded.detach()
+        self._offloaded = []
+        if self._layers_before is not None:
+            self._layers_before.restore(whole)
+            self._layers_before = None
         with without_unmovable_module(self):
             super().teardown()

@@ -6,57 +6,60 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel import _torch
 from lightning_parallel.checkpoint.whole import make_optimizer_whole
 from lightning_parallel.degrees import Degrees, reshard_violations
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.layers import layers_violations
 from lightning_parallel.mesh import Mesh, build_mesh
-from lightning_parallel.parallelize import Parallelized, Policies, parallelize, parallelized
+from lightning_parallel.parallelize import (
+    LayerPolicies,
+    Parallelized,
+    Policies,
+    left_over_violations,
+    parallelize,
+    parallelized,
+    stack_violations,
+)
 from lightning_parallel.precision import POLICIES, DtypePolicy, precision_violations
+from lightning_parallel.steps import StepPolicies, Steps
 from lightning_parallel.strategies.admission import (
     forward_method_violations,
+    in_backward_violations,
+    layer_policy_violations,
     rank_share_of_host_memory,
     unshardable_violations,
 )
 from lightning_parallel.strategies.evaluation import leave_inference_mode
 from lightning_parallel.strategies.optimizers import adopt_optimizers
 from lightning_parallel.strategies.precision import sharded_precision
-from lightning_parallel.strategies.process_group import ProcessGroupStrategy
-from lightning_parallel.strategies.sampling import PredictLockStep
+from lightning_parallel.strategies.stepping import SteppingStrategy
+from lightning_parallel.techniques.accumulation import accumulation_violations
 from lightning_parallel.techniques.offload import offload_violations
-from lightning_parallel.techniques.replicate import reduce_gradients, synchronize_buffers
-from lightning_parallel.techniques.sharding import abandon_step, reshard_units
+from lightning_parallel.techniques.sharding import abandon_step
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-_MIXED = (
-    "A sharded parameter met a plain tensor: code reads the parameters of a layer outside of that layer's forward (a "
-    "penalty over parameters() in the loss, a layer's weight used elsewhere, a call from a hook). Name the method that "
-    "does so in forward_methods, give layers=[] so that all parameters are gathered around the step, or use "
-    "zero1_custom, where parameters stay whole."
-)
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class MeshStrategy(ProcessGroupStrategy):
+class MeshStrategy(SteppingStrategy):
     """Train an unchanged LightningModule on a mesh of ranks.
 
     Args:
         replicate: Ranks that hold equal copies; ``"auto"`` is one group a machine, two groups on a single machine.
         shard: Ranks over which parameters, gradients and optimizer state are sharded; ``"auto"`` is the rest.
-        context: Ranks that share one sequence. More than 1 is not available in this version.
+        context: Ranks that share one sequence inside the layer stacks (Ulysses; Jacobs et al. 2023).
         tensor: Ranks that share one matrix product. More than 1 is not available in this version.
         pipeline: Ranks that share the stack of layers. More than 1 is not available in this version.
         layers: Path or paths of the layer stacks, such as ``"model.layers"``, where the search should not decide;
@@ -65,7 +68,16 @@ class MeshStrategy(ProcessGroupStrategy):
             ``"model.generate"``, for calls from outside a step.
         reshard: ``"always"`` frees gathered parameters after a layer's forward; ``"never"`` keeps them until its
             gradients are reduced (ZeRO-2); a number keeps them sharded over so many ranks.
-        offload: ``"all"`` keeps parameters, gradients and optimizer state in host memory.
+        offload: ``"all"`` keeps parameters, gradients and optimizer state in host memory; ``"optimizer"`` keeps
+            optimizer state there between updates.
+        recompute: Activations that backward computes again: ``"full"``, ``"every:2"`` (in every second layer),
+            ``"selective"`` (all but attention and every other matrix product), ``"budget:0.5"`` (as the compiler
+            chooses).
+        compile: ``"layers"`` compiles each layer of the stacks, in place.
+        accumulation_sync: When gradients are reduced within an accumulation window: ``"every"`` microstep, in the
+            ``"last"`` one, where whole gradients wait for it, or ``"auto"``: in the last one where these fit.
+        optimizer_in_backward: Whether parameters are updated as soon as their gradient is reduced.
+        float8: Recipe of the stacks' linear maps, ``"tensorwise"`` or ``"rowwise"``; needs the extra ``float8``.
         precision_policy: Dtypes of gathering and reducing, in place of those that belong to `Trainer(precision=...)`.
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a missing rank; seconds or a timedelta.
@@ -89,22 +101,30 @@ class MeshStrategy(ProcessGroupStrategy):
         forward_methods: Sequence[str] = (),
         reshard: int | str = "always",
         offload: str = "none",
+        recompute: str = "none",
+        compile: str = "none",
+        accumulation_sync: str = "auto",
+        optimizer_in_backward: bool = False,
+        float8: str | None = None,
         precision_policy: DtypePolicy | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float = default_pg_timeout,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self._degrees = Degrees(replicate=replicate, shard=shard, context=context, tensor=tensor, pipeline=pipeline)
-        self._layers = layers
+        self._layer_policies = LayerPolicies(layers=layers, float8=float8, recompute=recompute, compile=compile)
+        self._step_policies = StepPolicies(
+            accumulation_sync=accumulation_sync,
+            offloads_optimizer=offload == "optimizer",
+            updates_in_backward=optimizer_in_backward,
+        )
         self._forward_methods = tuple(forward_methods)
         self._reshard = reshard
         self._offload = offload
         self._precision_policy = precision_policy
         self._mesh: Mesh | None = None
         self._parallelized: Parallelized | None = None
-        self._averaged: list[nn.Parameter] = []
-        self._has_buffers = False
-        self._lock_step: PredictLockStep | None = None
+        self._has_told_offload = False
         self._inference_modes: list[tuple[Any, bool]] = []
 
     _defers_init = True
@@ -118,20 +138,28 @@ class MeshStrategy(ProcessGroupStrategy):
             degrees = self.degrees
         except ConfigurationError as error:
             return [*found, *error.violations, *self._option_violations(None)]
-        missing = [n for n in ("context", "tensor", "pipeline") if getattr(degrees, n) != 1]
+        missing = [n for n in ("tensor", "pipeline") if getattr(degrees, n) != 1]
         found += [f"{n}={getattr(degrees, n)} is not available in this version; give {n}=1" for n in missing]
         return [*found, *self._option_violations(degrees)]
 
     def _option_violations(self, degrees: Degrees | None) -> list[str]:
         shard = degrees.shard if degrees is not None and isinstance(degrees.shard, int) else None
         found = reshard_violations(self._reshard, shard) if shard is not None else []
-        return [*found, *offload_violations(self._offload), *precision_violations(self.precision_plugin.precision)]
+        if self._degrees.context != 1 and self._layer_policies.compile != "none":
+            found.append("compile='layers' with context > 1 is not available in this version; give one of the two")
+        found += offload_violations(self._offload)
+        found += layer_policy_violations(self._layer_policies, self.root_device)
+        found += accumulation_violations(self._step_policies.accumulation_sync)
+        return [*found, *precision_violations(self.precision_plugin.precision)]
 
     @override
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
         found = super().module_violations(module, is_fitting=is_fitting)
-        found += layers_violations(module, self._layers)
+        found += layers_violations(module, self._layer_policies.layers)
+        found += stack_violations(module, self._layer_policies, context=self.degrees.context)
         found += unshardable_violations(module)
+        if self._step_policies.updates_in_backward and is_fitting:
+            found += in_backward_violations(module, offloads_optimizer=self._step_policies.offloads_optimizer)
         return [*found, *forward_method_violations(module, self._forward_methods)]
 
     # The mesh ---------------------------------------------------------------------------------------------------
@@ -154,11 +182,26 @@ class MeshStrategy(ProcessGroupStrategy):
         return {"num_replicas": self.degrees.data, "rank": self.mesh.data_rank}
 
     @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        # Ranks that share samples have the same values, and count once.
+        return super().reduce(tensor, group or self.mesh.data.get_group(), reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        count = int(super().reduce(torch.tensor(int(decision), device=self.root_device), dist.group.WORLD, "sum"))
+        return count == self.world_size if all else count > 0
+
+    @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self._mesh = self._mesh or build_mesh(self.degrees, self.root_device.type)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.devices
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether parameters are updated before all gradients are there, so that nothing can be done to these."""
+        return self._step_policies.updates_in_backward
 
     # The module -------------------------------------------------------------------------------------------------
 
@@ -177,26 +220,39 @@ class MeshStrategy(ProcessGroupStrategy):
         super().setup(trainer)
         module = self.lightning_module
         assert module is not None
+        self.refuse(left_over_violations(module, self._policies(module)))
         self._parallelized = parallelized(module) or self._parallelize(module)
-        self._averaged = self._parallelized.averaged_parameters(module)
-        self._has_buffers = next(module.buffers(), None) is not None
+        self._steps = Steps(
+            module,
+            self._parallelized,
+            self._step_policies,
+            device=self.root_device,
+            ranks_on_device=self.num_processes if self.root_device.type == "cpu" else 1,
+            tell=rank_zero_info,
+        )
         self._inference_modes = leave_inference_mode(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if is_fitting and self._offload == "none":
-            _optimizers_to_device(self.optimizers, self.root_device)
+        if is_fitting:
+            if self._offload != "all":
+                _optimizers_to_device(self.optimizers, self.root_device)
+            self._steps.adopt(self.optimizers)
 
     def _parallelize(self, module: LightningModule) -> Parallelized:
-        if self._offload != "none" and self.root_device.type == "cpu":
+        if self._offload != "none" and self.root_device.type == "cpu" and not self._has_told_offload:
+            self._has_told_offload = True
             rank_zero_info("offload: the device is the host, so there is nothing to offload; sharding only")
         converted = self.precision_plugin.convert_module(module)
         assert converted is module
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
-        policies = Policies(
-            layers=self._layers,
+        return parallelize(module, self.mesh, self.root_device, self._policies(module), self._deferral.record)
+
+    def _policies(self, module: LightningModule) -> Policies:
+        return Policies(
+            layer=self._layer_policies,
             step_methods=[name for name in STEP_METHODS if is_overridden(name, module)],
             forward_methods=self._forward_methods,
             backward_in_step=not module.automatic_optimization,
@@ -204,7 +260,6 @@ class MeshStrategy(ProcessGroupStrategy):
             offload=self._offload,
             dtypes=self._precision_policy or POLICIES[str(self.precision_plugin.precision)],
         )
-        return parallelize(module, self.mesh, self.root_device, policies, self._deferral.record)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -219,7 +274,9 @@ class MeshStrategy(ProcessGroupStrategy):
         for loop, mode in self._inference_modes:
             loop.inference_mode = mode
         self._inference_modes = []
-        module, self._averaged = self.lightning_module, []
+        module = self.lightning_module
+        if self._steps is not None:
+            self._steps.close()
         if module is not None and self._parallelized is not None:
             trainer = module._trainer
             is_interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
@@ -228,7 +285,7 @@ class MeshStrategy(ProcessGroupStrategy):
             # After an error other ranks may be gone: a collective would wait for them until it times out.
             if not is_interrupted or self.world_size == 1:
                 self._make_plain(module, self._parallelized)
-        self._parallelized = None
+        self._parallelized = self._steps = None
         super().teardown()
 
     def _make_plain(self, module: LightningModule, parallelized: Parallelized) -> None:
@@ -245,78 +302,3 @@ class MeshStrategy(ProcessGroupStrategy):
             self._layer_sync.revert(module)
         for optimizer in self.optimizers:
             make_optimizer_whole(optimizer, own)
-
-    # The step ---------------------------------------------------------------------------------------------------
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._parallelized is not None
-        self._synchronize_buffers()
-        output = super().training_step(*args, **kwargs)
-        self._parallelized.unused.watch()
-        return output
-
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        if self._averaged and closure_loss.requires_grad:
-            _torch.after_backward(closure_loss, lambda: reduce_gradients(self._averaged, self.mesh.data_group))
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        assert self._parallelized is not None
-        self._parallelized.unused.settle()
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        assert self._parallelized is not None
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._parallelized.unused.forget(p for group in optimizer.param_groups for p in group["params"])
-        self._free_gathered()  # what is still gathered now holds the values of before the step
-        return result
-
-    def _synchronize_buffers(self) -> None:
-        if self._has_buffers:
-            assert self.lightning_module is not None
-            synchronize_buffers(self.lightning_module)
-
-    def _free_gathered(self) -> None:
-        assert self.lightning_module is not None
-        reshard_units(self.lightning_module)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().validation_step(*args, **kwargs)
-        self._free_gathered()  # hooks that read or write parameters find the shards, not a copy
-        return result
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().test_step(*args, **kwargs)
-        self._free_gathered()
-        return result
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().predict_step(*args, **kwargs)
-        self._free_gathered()
-        if self._lock_step is not None and self._lock_step.is_short_after_this():
-            super().predict_step(*args, **kwargs)  # the other ranks gather parameters for one batch more
-            self._free_gathered()
-        return result
-
-    @override
-    def on_predict_start(self) -> None:
-        self._synchronize_buffers()
-        assert self.lightning_module is not None
-        self._lock_step = PredictLockStep(self.lightning_module.trainer)
-
-    @override
-    def on_predict_end(self) -> None:
-        self._lock_step = None
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        if "mixed torch.Tensor and DTensor" in str(exception):
-            exception.add_note(_MIXED)
-
-    on_validation_start = on_test_start = _synchronize_buffers

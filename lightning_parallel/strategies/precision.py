@@ -8,13 +8,18 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.techniques.clipping import clip_gradients_by_norm
+from lightning_parallel import _torch
+from lightning_parallel.techniques.clipping import clip_gradients_by_norm, clip_gradients_by_value
 
 
 class _ClipsShards(Precision):
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_gradients_by_norm(self.main_params(optimizer), clip_val)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_gradients_by_value(self.main_params(optimizer), clip_val)
 
 
 class ShardedPrecision(_ClipsShards):
@@ -31,6 +36,15 @@ class ShardedDoublePrecision(_ClipsShards, DoublePrecision):
 
 class ShardedMixedPrecision(_ClipsShards, MixedPrecision):
     """``bf16-mixed`` and ``16-mixed``."""
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: Any, closure: Any, **kwargs: Any
+    ) -> Any:
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        with _torch.unscaling_shards(self.scaler):
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
 
 
 _SHARDED: dict[type[Precision], type[Precision]] = {

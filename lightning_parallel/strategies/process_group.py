@@ -35,6 +35,7 @@ from lightning_parallel.checkpoint.whole import (
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.strategies.admission import device_violations, module_violations, without_unmovable_module
 from lightning_parallel.strategies.sampling import SampleDealer
+from lightning_parallel.strategies.streams import RandomStreams
 from lightning_parallel.techniques.materialize import Deferral
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class ProcessGroupStrategy(ParallelStrategy):
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self._deferral = Deferral(to_meta=self._defers_init, tell=rank_zero_info)
         self._dealer: SampleDealer | None = None
+        self._streams = RandomStreams()
 
     _defers_init = False
     """Whether `configure_model` is recorded instead of run, so that no rank holds the whole module."""
@@ -201,6 +203,35 @@ class ProcessGroupStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
 
+    # Random numbers ---------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        self._streams.begin(self.lightning_module.trainer, self.distributed_sampler_kwargs["rank"], self.root_device)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert self.lightning_module is not None
+        self._streams.continue_epoch(self.lightning_module.trainer, self.root_device)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._streams.step(self.root_device):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        assert self.lightning_module is not None
+        self._streams.add_to(checkpoint, self.lightning_module.trainer, self.root_device)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        self._streams.take_from(checkpoint)
+        return checkpoint
+
     # Checkpoints ------------------------------------------------------------------------------------------------
 
     @property
@@ -231,6 +262,7 @@ class ProcessGroupStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         self._deferral.detach()
+        self._streams.end()
         if self._dealer is not None:
             self._dealer.detach()
         with without_unmovable_module(self):

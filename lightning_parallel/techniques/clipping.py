@@ -1,4 +1,4 @@
-"""Clip gradients by their norm over all ranks, sharded and whole parameters together. Layer 2."""
+"""Clip gradients by norm or value over all ranks, sharded and whole parameters together. Layer 2."""
 
 from __future__ import annotations
 
@@ -16,31 +16,83 @@ _Axes = tuple[DeviceMesh | None, tuple[int, ...]]
 
 
 @torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients together over all ranks, a scalar that is equal on all of them.
+
+    Equals `torch.nn.utils.get_total_norm` of one process. Works on the local shards: that function takes no mixture of
+    tensors and DTensors. A collective: one all-reduce of a number for each set of axes over which parameters are
+    sharded.
+
+    Args:
+        parameters: Parameters, each counted once; those without a gradient are left out.
+        norm_type: The order of the norm, also ``math.inf``.
+
+    Example:
+        >>> gradient_norm(module.parameters())
+    """
+    by_axes: dict[_Axes, list[Tensor]] = defaultdict(list)
+    for gradient in _gradients(parameters):
+        by_axes[_sharded_axes(gradient)].append(_local(gradient))
+    powers = [_power(group, axes, norm_type) for axes, group in by_axes.items()]
+    if not powers:
+        return torch.tensor(0.0)
+    total = torch.stack([power.to(powers[0].device) for power in powers])
+    return total.max() if math.isinf(norm_type) else total.sum().pow(1.0 / norm_type)
+
+
+@torch.no_grad()
 def clip_gradients_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, equal on all ranks.
 
-    Equals `torch.nn.utils.clip_grad_norm_` of one process (Pascanu et al. 2013). Works on the local shards: that
-    function takes no mixture of tensors and DTensors, and each of its operations on a DTensor is dispatched twice.
-    A collective: one all-reduce of a number for each set of axes over which parameters are sharded.
+    Equals `torch.nn.utils.clip_grad_norm_` of one process (Pascanu et al. 2013). A collective, as `gradient_norm`.
 
     Args:
         parameters: Parameters, each counted once; those without a gradient are left out.
         max_norm: The largest norm allowed.
         norm_type: The order of the norm, also ``math.inf``.
     """
-    by_axes: dict[_Axes, list[Tensor]] = defaultdict(list)
-    for parameter in dict.fromkeys(parameters):
-        if parameter.grad is not None:
-            by_axes[_sharded_axes(parameter.grad)].append(_local(parameter.grad))
-    gradients = [gradient for group in by_axes.values() for gradient in group]
-    if not gradients:
-        return torch.tensor(0.0)
-    powers = [_power(group, axes, norm_type) for axes, group in by_axes.items()]
-    device = gradients[0].device
-    total = torch.stack([power.to(device) for power in powers])
-    norm = total.max() if math.isinf(norm_type) else total.sum().pow(1.0 / norm_type)
-    torch.nn.utils.clip_grads_with_norm_(_holders(gradients), max_norm, norm)
+    parameters = list(parameters)
+    norm = gradient_norm(parameters, norm_type)
+    if gradients := _local_gradients(parameters):
+        torch.nn.utils.clip_grads_with_norm_(_holders(gradients), max_norm, norm.to(gradients[0].device))
     return norm
+
+
+@torch.no_grad()
+def clip_gradients_by_value(parameters: Iterable[nn.Parameter], max_value: float) -> None:
+    """Bring each element of the gradients into ``[-max_value, max_value]``; element by element, so no collective.
+
+    Equals `torch.nn.utils.clip_grad_value_` of one process, which takes no mixture of tensors and DTensors.
+
+    Args:
+        parameters: Parameters; those without a gradient are left out.
+        max_value: The largest absolute value allowed.
+    """
+    if gradients := _local_gradients(parameters):
+        torch.nn.utils.clip_grad_value_(_holders(gradients), max_value)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply all gradients by `factor`, a number that is equal on all ranks, in place. No collective.
+
+    Args:
+        parameters: Parameters, each counted once; those without a gradient are left out.
+        factor: A scalar.
+    """
+    gradients: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for gradient in _local_gradients(parameters):
+        gradients[gradient.device, gradient.dtype].append(gradient)
+    for (device, dtype), group in gradients.items():
+        torch._foreach_mul_(group, factor.to(device, dtype))
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in dict.fromkeys(parameters) if parameter.grad is not None]
+
+
+def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [_local(gradient) for gradient in _gradients(parameters)]
 
 
 def _power(gradients: list[Tensor], axes: _Axes, norm_type: float) -> Tensor:

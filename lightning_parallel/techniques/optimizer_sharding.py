@@ -8,7 +8,7 @@ whole matrix (Adafactor, Muon, LAMB) do what they do on one device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_parallel import _torch
+from lightning_parallel.updates import register_update_hooks
 
 
 def optimizer_violations(optimizer: Optimizer) -> list[str]:
@@ -63,10 +64,7 @@ class ShardedOptimizer:
         self._foreign = [p for rank, owned in enumerate(self._owned) if rank != self._rank for p in owned]
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self.drop_foreign_state()
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._handles = register_update_hooks(optimizer, before=self._hide, after=self._share)
 
     def drop_foreign_state(self) -> None:
         """Forget the state of other ranks' parameters, which some optimizers make early and checkpoints contain."""
@@ -100,30 +98,13 @@ class ShardedOptimizer:
     def _parameters(self) -> list[Tensor]:
         return list(dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"]))
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Hide others' gradients: now, or after the closure, in which backward and clipping need them all."""
-        if kwargs.get("closure") is not None:
-            return args, {**kwargs, "closure": self._then_hide(kwargs["closure"])}
-        if len(args) > 1 and args[1] is not None:  # torch counts the optimizer itself as the first argument
-            return (args[0], self._then_hide(args[1]), *args[2:]), kwargs
-        self._hide()
-        return None
-
-    def _then_hide(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def closure_then_hide() -> Any:
-            result = closure()
-            self._hide()
-            return result
-
-        return closure_then_hide
-
     def _hide(self) -> None:
         self._hidden = [(p, p.grad) for p in self._foreign if p.grad is not None]
         for parameter, _ in self._hidden:
             parameter.grad = None
 
     @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _share(self) -> None:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden = []

@@ -53,10 +53,10 @@ def reduce_gradients(parameters: Sequence[nn.Parameter], group: ProcessGroup) ->
     is linear, so gradients that were averaged in an earlier microstep may be in the sum.
 
     Args:
-        parameters: The same parameters in the same order on every rank; those that are frozen now are left out.
+        parameters: The same parameters in the same order on every rank; what is frozen now may have a gradient of
+            before.
         group: The ranks that read different samples.
     """
-    parameters = [parameter for parameter in parameters if parameter.requires_grad]
     if not parameters or group.size() == 1:
         return
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)

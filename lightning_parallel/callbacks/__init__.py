@@ -1,0 +1,17 @@
+"""Callbacks that hold under every strategy. Layer 4."""
+
+from lightning_parallel.callbacks.averaging import ExponentialMovingAverage
+from lightning_parallel.callbacks.batch_size import BatchSizeFinder
+from lightning_parallel.callbacks.global_batch import GlobalBatch
+from lightning_parallel.callbacks.gradient_norm import GradientNorm
+from lightning_parallel.callbacks.learning_rate import ScaledLearningRate
+from lightning_parallel.callbacks.token_weighted import TokenWeighted
+
+__all__ = [
+    "BatchSizeFinder",
+    "ExponentialMovingAverage",
+    "GlobalBatch",
+    "GradientNorm",
+    "ScaledLearningRate",
+    "TokenWeighted",
+]

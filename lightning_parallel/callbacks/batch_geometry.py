@@ -1,0 +1,134 @@
+"""How many samples one optimizer step takes: the loader's batch, the ranks that read, the microsteps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader
+
+from lightning_parallel.errors import check
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_LATE_HOOKS = ("setup", "configure_model")
+
+
+@dataclass(frozen=True)
+class Microstep:
+    """The samples of one backward over all ranks.
+
+    Args:
+        batch_size: Samples of one rank.
+        num_readers: Ranks that read different samples.
+    """
+
+    batch_size: int
+    num_readers: int
+
+    @property
+    def num_samples(self) -> int:
+        """Samples over all ranks."""
+        return self.batch_size * self.num_readers
+
+    def __str__(self) -> str:
+        return f"batch_size {self.batch_size} x {self.num_readers} rank{'s' if self.num_readers > 1 else ''}"
+
+
+def num_readers(trainer: Trainer) -> int:
+    """The ranks that read different samples: the data-parallel degree; 1 in one process.
+
+    Args:
+        trainer: Its strategy has set up its environment.
+    """
+    if not trainer._accelerator_connector.is_distributed:
+        return 1
+    kwargs = trainer.distributed_sampler_kwargs or {}
+    return int(kwargs.get("num_replicas", 1))
+
+
+def early_loaders(trainer: Trainer) -> tuple[Any, list[str]]:
+    """The training loaders as they can be had before the module's `setup` has run, and why they cannot.
+
+    Lightning asks the source again when training begins, so random numbers drawn here are given back.
+
+    Args:
+        trainer: In `Callback.setup` of a fit. A data module's own `setup` has run by then.
+
+    Returns:
+        The loader, or the collection of loaders, or ``None``; and what speaks against it.
+    """
+    source = trainer.fit_loop._data_source
+    if isinstance(source.instance, LightningModule):
+        late = [name for name in _LATE_HOOKS if is_overridden(name, source.instance)]
+        if late:
+            name = type(source.instance).__name__
+            return None, [
+                f"the training loader comes from {name}.train_dataloader, which may need what {name}.{late[0]} makes, "
+                "and that runs only later; give batch_size=, or pass the loader or a data module to fit"
+            ]
+    with isolate_rng():
+        return _request_dataloader(source), []
+
+
+def batch_size_of(loaders: object, given: int | None) -> tuple[int, list[str]]:
+    """The samples that one rank reads for one microstep, and what speaks against it.
+
+    Args:
+        loaders: The training loader or a collection of loaders; ``None`` where they are not known yet.
+        given: The user's `batch_size`, if any. It has to be the loader's where the loader says its own.
+
+    Returns:
+        The size, 0 if it is not known; and the violations.
+    """
+    own, reason = _own_batch_size(loaders)
+    if given is None:
+        return own or 0, [reason] if reason else []
+    if own not in (None, given):
+        return own or 0, [f"batch_size={given} was given, but the training loader has batch_size={own}; leave it out"]
+    return given, []
+
+
+def _own_batch_size(loaders: object) -> tuple[int | None, str]:
+    """What the loader says, or why it says nothing; neither for ``None``."""
+    if loaders is None:
+        return None, ""
+    collection = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+    if len(collection.flattened) != 1:
+        return None, (
+            f"there are {len(collection.flattened)} training loaders, and which samples count is the module's affair; "
+            "give batch_size=, the samples of one training_step"
+        )
+    loader = collection.flattened[0]
+    if not isinstance(loader, DataLoader):
+        return None, f"the training loader is a {type(loader).__name__}, not a torch DataLoader; give batch_size="
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        return None, "the training loader has a batch_sampler, whose batches may be of any size; give batch_size="
+    if loader.batch_size is None:
+        return None, "the training loader has batch_size=None, so its data set makes the batches; give batch_size="
+    return loader.batch_size, ""
+
+
+def size_violations(**sizes: int | None) -> list[str]:
+    """One for each size that is given and is less than 1."""
+    return [
+        f"{name}={size} is no number of samples; give 1 or more"
+        for name, size in sizes.items()
+        if size is not None and size < 1
+    ]
+
+
+def refuse(trainer: Trainer, violations: list[str]) -> None:
+    """Raise a ConfigurationError with all `violations`, in words on rank 0 only where the strategy can do that."""
+    getattr(trainer.strategy, "refuse", check)(violations)
+
+
+def updates_in_backward(trainer: Trainer) -> bool:
+    """Whether the strategy updates parameters while backward still runs, before any step of an optimizer."""
+    return bool(getattr(trainer.strategy, "updates_in_backward", False))

@@ -1,0 +1,259 @@
+"""Make a plain mean loss exact where microsteps and ranks hold unequal numbers of valid tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_parallel.callbacks.batch_geometry import num_readers
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.techniques.clipping import scale_gradients
+
+Count = Callable[[Any], Any]  # a number or a tensor of one: the command line takes no union here
+_HINT = "give TokenWeighted(count=...), a function of the batch that returns what the loss averages over"
+
+
+class TokenWeighted(Callback):
+    """Weight each microstep's loss with its number of valid tokens, over all microsteps and ranks of a window.
+
+    The mean over a microstep, averaged over microsteps and ranks, weights a token of a short sequence more than one of
+    a long sequence. With this callback the gradient is that of the mean over all valid tokens of the window, as in one
+    large batch, and `training_step` stays as it is. What the module logs stays its own.
+
+    The number is that over which the loss averages. By default it is observed: the targets that `cross_entropy` or
+    `nll_loss` do not ignore. Where the loss is another one, count an element of the batch, or give a function.
+
+    Under manual optimization the weights have a mean of 1 over the window, and its scale stays the module's own.
+
+    Args:
+        count: A function of the batch that returns the number of valid tokens.
+        key: In place of it, the key or index of the element of the batch whose valid entries are counted.
+        ignore_index: The entry of that element that does not count: -100 for labels, 0 for an attention mask.
+        log: Name under which the exact mean loss of each window is logged; not under manual optimization.
+
+    Raises:
+        ConfigurationError: At the start or in the first step, if nothing can be counted or weighted.
+
+    Example:
+        >>> Trainer(strategy="fsdp_custom", callbacks=[TokenWeighted()])
+    """
+
+    def __init__(
+        self,
+        count: Count | None = None,
+        *,
+        key: str | int | None = None,
+        ignore_index: int = -100,
+        log: str | None = None,
+    ) -> None:
+        if count is not None and key is not None:
+            raise ConfigurationError([f"TokenWeighted has both count and key={key!r}; give one of the two"])
+        self._count = count
+        self._key = key
+        self._ignore_index = ignore_index
+        self._log = log
+        self._observer: LossObserver | None = None
+        self._given: Tensor | None = None
+        self._unit: Tensor | None = None
+        self._window = _Window()
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        found = []
+        if len(trainer.optimizers) > 1:
+            found.append(
+                f"TokenWeighted weights the window of one optimizer, but there are {len(trainer.optimizers)}: which "
+                "backward belongs to which cannot be seen; weight the losses in the module"
+            )
+        if self._log is not None and not pl_module.automatic_optimization:
+            found.append(f"TokenWeighted(log={self._log!r}) needs automatic optimization; log in the module")
+        if getattr(trainer.strategy, "updates_in_backward", False):
+            found.append(
+                "TokenWeighted scales the gradients of a whole window, but optimizer_in_backward=True uses each up at "
+                "once; leave one of the two out"
+            )
+        if len(getattr(trainer.strategy, "replica_devices", ())) > 1:
+            found.append("TokenWeighted under dp_custom needs one device: it averages inside the step; use ddp_custom")
+        _refuse(trainer, found)
+        self._window = _Window()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._count is not None or self._key is not None:
+            self._given = _as_number(self._counted(batch), pl_module.device)
+        else:
+            self._observe()
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        observed = self._stop_observing()
+        tokens = self._given if self._given is not None else _as_number(observed, pl_module.device)
+        if self._unit is None:  # so that weights are near 1; equal on all ranks
+            mean = trainer.strategy.reduce(tokens.clone(), reduce_op="mean")
+            self._unit = mean.clamp(min=1.0) if isinstance(mean, Tensor) else tokens
+        weight = tokens / self._unit
+        loss.register_hook(lambda gradient: gradient * weight.to(gradient.dtype))
+        self._window.add(tokens)
+        if not pl_module.automatic_optimization and self._given is None:
+            self._observe()  # the step may go on to its next microstep
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._window.tokens is None:
+            return
+        assert self._unit is not None
+        total = trainer.strategy.reduce(self._window.tokens.clone(), reduce_op="sum")
+        is_automatic = pl_module.automatic_optimization
+        divisor = trainer.accumulate_grad_batches if is_automatic else self._window.num_microsteps
+        # The gradients are means over ranks, divided by the number of microsteps: undo both, and divide by all tokens.
+        factor = self._unit * num_readers(trainer) * divisor / total
+        factor = torch.where(total > 0, factor, 0.0)  # a window without any valid token has no gradient
+        scale_gradients([p for group in optimizer.param_groups for p in group["params"]], factor)
+        self._window.close(total)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._stop_observing()
+        self._given = None
+        if self._log is not None and isinstance(outputs, dict) and "loss" in outputs:
+            self._window.add_loss(outputs["loss"] * trainer.accumulate_grad_batches)
+            if (total := self._window.finished_total) is not None:
+                loss = trainer.strategy.reduce(self._window.loss_sum.clone(), reduce_op="sum") / total
+                pl_module.log(self._log, loss.float(), batch_size=1)
+                self._window = _Window()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop_observing()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._window, self._given, self._unit = _Window(), None, None
+
+    def _counted(self, batch: Any) -> Any:
+        if self._count is not None:
+            return self._count(batch)
+        try:
+            return (batch[self._key] != self._ignore_index).sum()
+        except (KeyError, IndexError, TypeError):
+            raise ConfigurationError(
+                [f"TokenWeighted(key={self._key!r}): the batch is a {type(batch).__name__} without it; {_HINT}"]
+            ) from None
+
+    def _observe(self) -> None:
+        self._stop_observing()
+        self._observer = LossObserver()
+        self._observer.__enter__()
+
+    def _stop_observing(self) -> Tensor | None:
+        observer, self._observer = self._observer, None
+        if observer is None:
+            return None
+        observer.__exit__(None, None, None)
+        return observer.count()
+
+
+class LossObserver(TorchFunctionMode):
+    """Notes over how many targets each cross-entropy averages, while it is entered.
+
+    A mode of functions sees calls under every spelling, also ``from torch.nn.functional import cross_entropy``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[Tensor | None] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.cross_entropy, F.nll_loss):
+            logits = args[0] if args else kwargs["input"]
+            if torch.is_grad_enabled() and logits.requires_grad:  # others are no losses, but metrics
+                self.counts.append(_averaged_over(*args, **kwargs))
+        return func(*args, **kwargs)
+
+    def count(self) -> Tensor | None:
+        """The number, if the calls agree on one."""
+        first = self.counts[0] if self.counts else None
+        if first is None or any(other is None or not torch.equal(first, other) for other in self.counts[1:]):
+            return None
+        return first
+
+
+def _averaged_over(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """What a mean cross-entropy divides by; ``None`` if it is no mean. The arguments are those of `cross_entropy`."""
+    if reduction != "mean" or size_average is False or reduce is False:
+        return None
+    if target.is_floating_point():  # probabilities of classes: the mean is over the samples
+        return target.new_tensor(target.numel() / input.shape[1 if input.ndim > 1 else 0])
+    is_valid = target != ignore_index
+    return is_valid.sum() if weight is None else weight.detach()[target[is_valid]].sum()
+
+
+class _Window:
+    """What is known of the microsteps since the last update."""
+
+    def __init__(self) -> None:
+        self.tokens: Tensor | None = None
+        self.num_microsteps = 0
+        self.finished_total: Tensor | None = None
+        self.loss_sum = torch.zeros(())
+        self._latest: Tensor | None = None
+
+    def add(self, tokens: Tensor) -> None:
+        self.tokens = tokens if self.tokens is None else self.tokens + tokens
+        self.num_microsteps += 1
+        self._latest = tokens
+
+    def add_loss(self, loss: Tensor) -> None:
+        if self._latest is not None:  # a mean over no token is not a number, and weighs nothing
+            weighted = torch.where(self._latest > 0, loss.detach().double() * self._latest, 0.0)
+            self.loss_sum = weighted if self.loss_sum.device != weighted.device else self.loss_sum + weighted
+
+    def close(self, total: Tensor) -> None:
+        self.finished_total, self.tokens, self.num_microsteps = total, None, 0
+
+
+def _as_number(value: Any, device: torch.device) -> Tensor:
+    """The number of tokens, in float64 where the device has it.
+
+    Raises:
+        ConfigurationError: If it is none.
+    """
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    is_number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, Tensor) and value.numel() != 1):
+        what = "no mean cross-entropy, or several that average over different numbers" if value is None else repr(value)
+        raise ConfigurationError(
+            [f"TokenWeighted needs the number of valid tokens of a step, but found {what}; {_HINT}"]
+        )
+    number = torch.as_tensor(value, device=device).detach().to(dtype).reshape(())
+    if number.device.type == "cpu" and not 0 <= float(number) < float("inf"):
+        raise ConfigurationError([f"TokenWeighted: {float(number)} is no number of tokens; {_HINT}"])
+    return number
+
+
+def _refuse(trainer: Trainer, violations: list[str]) -> None:
+    refuse = getattr(trainer.strategy, "refuse", None)
+    if refuse is not None:
+        refuse(violations)
+    elif violations:
+        raise ConfigurationError(violations)

@@ -1,0 +1,169 @@
+"""Train a few steps and leave no trace: what a search before training needs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_parallel.techniques.sharding import reshard_units
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def run_steps(trainer: Trainer, steps: int) -> None:
+    """Take `steps` optimizer steps as an epoch would, from the loader that the trainer has."""
+    module, epoch_loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    call._call_lightning_module_hook(trainer, "on_train_start")
+    call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+    epoch_loop.batch_progress.reset_on_run()
+    with contextlib.suppress(StopIteration):  # the loader has no length and ended, or a hook of the module said so
+        microsteps = 0
+        while microsteps < steps * trainer.accumulate_grad_batches or epoch_loop._should_accumulate():
+            if fetcher.done:
+                iter(fetcher)
+                epoch_loop.batch_progress.reset_on_run()
+            epoch_loop.advance(fetcher)
+            microsteps += 1
+    module.zero_grad(set_to_none=True)
+
+
+@contextlib.contextmanager
+def isolated(trainer: Trainer) -> Iterator[None]:
+    """While this is open, the trainer has no callbacks, loggers and schedules, and counts for itself."""
+    epoch_loop, strategy = trainer.fit_loop.epoch_loop, trainer.strategy
+    optimization = (epoch_loop.automatic_optimization, epoch_loop.manual_optimization)
+    replaced: list[tuple[Any, str, Any]] = [
+        (holder, name, copy.deepcopy(value))
+        for holder in (trainer.fit_loop, epoch_loop, *optimization)
+        for name, value in vars(holder).items()
+        if isinstance(value, _BaseProgress)
+    ]
+    replaced += [
+        (trainer, "callbacks", []),
+        (trainer, "loggers", [DummyLogger()] if trainer.loggers else []),
+        (trainer, "limit_train_batches", 1.0),
+        (trainer, "val_check_interval", 1.0),
+        (trainer, "should_stop", False),
+        (epoch_loop, "_results", _ResultCollection(training=True)),
+    ]
+    if trainer.lightning_module.automatic_optimization:  # a schedule may end earlier than all trials together
+        replaced.append((strategy, "lr_scheduler_configs", []))
+    originals = [(holder, name, getattr(holder, name)) for holder, name, _ in replaced]
+    try:
+        for holder, name, value in replaced:
+            setattr(holder, name, value)
+        yield
+    finally:
+        for holder, name, value in originals:
+            setattr(holder, name, value)
+        trainer._logger_connector.reset_metrics()
+        trainer._logger_connector.reset_results()
+
+
+def drop_loader(trainer: Trainer) -> None:
+    """Let the trainer ask for its loader again."""
+    if trainer.fit_loop._data_fetcher is not None:
+        trainer.fit_loop._data_fetcher.teardown()
+    trainer.fit_loop._combined_loader = trainer.fit_loop._data_fetcher = None
+
+
+class TrainingState:
+    """What steps change, copied to host memory: shards as shards, so a rank copies its share only."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._module = module = trainer.lightning_module
+        self._tensors = [(tensor, tensor.to("cpu", copy=True)) for tensor in _local_tensors(module)]
+        self._trainable = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        self._attributes = [
+            (child, name, value, copy.copy(value))
+            for child in module.modules()
+            for name, value in vars(child).items()
+            if not name.startswith("_") and type(value) in (bool, int, float, str, type(None), list, dict, set)
+        ]
+        self._optimizers = [_optimizer_state(optimizer) for optimizer in trainer.optimizers]
+        self._schedulers = [copy.deepcopy(each.scheduler.state_dict()) for each in trainer.lr_scheduler_configs]
+        self._precision = copy.deepcopy(trainer.precision_plugin.state_dict())
+        self._random = _collect_rng_states(include_cuda=True)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back, as often as needed."""
+        module, trainer = self._module, self._trainer
+        module.zero_grad(set_to_none=True)
+        reshard_units(module)
+        for tensor, saved in self._tensors:
+            tensor.copy_(saved)
+        for parameter, trainable in self._trainable:
+            parameter.requires_grad_(trainable)
+        for child, name, value, content in self._attributes:
+            vars(child)[name] = value
+            if isinstance(value, list):
+                value[:] = content
+            elif isinstance(value, dict | set):
+                value.clear()
+                value.update(content)
+        for child in module.modules():
+            if isinstance(child, Metric):
+                child.reset()
+        for each, schedule in zip(trainer.lr_scheduler_configs, self._schedulers, strict=True):
+            each.scheduler.load_state_dict(copy.deepcopy(schedule))
+        for optimizer, (state, groups) in zip(trainer.optimizers, self._optimizers, strict=True):
+            _restore_optimizer(optimizer, state, groups)
+        trainer.precision_plugin.load_state_dict(copy.deepcopy(self._precision))
+        _set_rng_states(self._random)
+
+
+def _local_tensors(module: nn.Module) -> list[Tensor]:
+    reshard_units(module)
+    tensors = [*module.parameters(), *module.buffers()]
+    return [t.to_local().detach() if isinstance(t, DTensor) else t.detach() for t in tensors]
+
+
+def _optimizer_state(optimizer: Optimizer) -> tuple[dict[Tensor, dict[str, Any]], list[dict[str, Any]]]:
+    """State on the host, with the device it came from, and groups without parameters."""
+    state = {
+        parameter: {
+            name: (value.device, value.detach().to("cpu", copy=True)) if isinstance(value, Tensor) else (None, value)
+            for name, value in entries.items()
+        }
+        for parameter, entries in optimizer.state.items()
+    }
+    groups = [
+        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    return state, groups
+
+
+def _restore_optimizer(
+    optimizer: Optimizer, state: Mapping[Tensor, Mapping[str, Any]], groups: list[dict[str, Any]]
+) -> None:
+    optimizer.state.clear()
+    for parameter, entries in state.items():
+        optimizer.state[parameter] = {
+            name: copy.deepcopy(value) if device is None else value.to(device, copy=True)
+            for name, (device, value) in entries.items()
+        }
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for name, value in saved.items():
+            if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
+                group[name].copy_(value)  # schedules keep this tensor
+            else:
+                group[name] = copy.deepcopy(value)

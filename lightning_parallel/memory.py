@@ -1,0 +1,164 @@
+"""How much memory there is, how much is free, and how much was used at most: of a device, and of the host. Layer 1.
+
+The host is this process's share of a machine as the kernel sees it: within the limit of its control groups (containers,
+batch systems), not what the machine has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def host_memory() -> int:
+    """Bytes of host memory within the limit of the container, for all processes together.
+
+    Example:
+        >>> host_memory() // num_processes_on_this_machine
+    """
+    total = os.sysconf("SC_PHYS_PAGES") * _PAGE
+    return min([total, *(limit for limit, _ in _cgroup_limits())])
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process could still allocate on `device`, if nobody else does meanwhile.
+
+    On CUDA that is what the driver says is free and what torch's allocator holds unused. On the host (and on devices
+    that share its memory) it is what the kernel calls available, within the limit of the container; other processes
+    of this machine have not been given their part.
+
+    Args:
+        device: The device of this process.
+
+    Example:
+        >>> free_memory(torch.device("cpu"))
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(0, min([_available(), *(limit - used for limit, used in _cgroup_limits())]))
+
+
+def reset_peak_memory(device: torch.device) -> bool:
+    """Let `peak_memory` count from now on. Returns whether it does: only CUDA and Linux can.
+
+    Elsewhere, and where a sandbox forbids it, the host's peak is that of the whole life of the process.
+
+    Args:
+        device: The device of this process.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    with contextlib.suppress(OSError):
+        (_PROC / "self" / "clear_refs").write_text("5")  # proc(5): resets the high-water mark of the resident set
+        return True
+    return False
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process held at once on `device` since `reset_peak_memory`.
+
+    On CUDA that is what torch allocated. On the host it is the resident set, which also holds the program and what the
+    allocator did not give back.
+
+    Args:
+        device: The device of this process.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    mark = _kernel_table(_PROC / "self" / "status").get("VmHWM")
+    if mark is not None:
+        return mark
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): kilobytes, but bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def headroom(device: torch.device) -> int:
+    """Bytes of `device` that were still free when this process held the most since `reset_peak_memory`.
+
+    Args:
+        device: The device of this process.
+    """
+    if device.type == "cuda":
+        held = torch.cuda.memory_allocated(device)
+    else:
+        held = _kernel_table(_PROC / "self" / "status").get("VmRSS", peak_memory(device))
+    return max(0, free_memory(device) - max(0, peak_memory(device) - held))
+
+
+def _available() -> int:
+    available = _kernel_table(_PROC / "meminfo").get("MemAvailable")
+    if available is not None:
+        return available
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    return os.sysconf(pages) * _PAGE
+
+
+def _kernel_table(path: Path) -> dict[str, int]:
+    """Lines such as ``VmHWM:  1234 kB``, in bytes; empty where there is no such file."""
+    table = {}
+    for line in (_read(path) or "").splitlines():
+        key, _, value = line.partition(":")
+        words = value.split()
+        if len(words) == 2 and words[1] == "kB":
+            table[key] = int(words[0]) * 1024
+    return table
+
+
+def _cgroup_limits() -> Iterator[tuple[int, int]]:
+    """(limit, use) of each control group around this process that has a limit, in bytes."""
+    for folder, names in _cgroup_folders():
+        limit, used = (_read(folder / name) for name in names)
+        if limit is None or not limit.isdigit():
+            continue  # no such group, or "max"
+        yield int(limit), max(0, int(used or 0) - _reclaimable(folder))
+
+
+def _cgroup_folders() -> Iterator[tuple[Path, tuple[str, str]]]:
+    """Every folder of control groups that may say something, with the names of its files.
+
+    A container sees its own group as the root. Outside of one, a process lives in a group of its own below the root,
+    and every group on the way has a say.
+    """
+    of_version_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    own: dict[str, str] = {}
+    for line in (_read(_PROC / "self" / "cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        own[controllers] = path
+    memory = next((path for names, path in own.items() if "memory" in names.split(",")), "/")
+    for folder in _upwards(_CGROUP, own.get("", "/")):
+        yield folder, ("memory.max", "memory.current")
+    for folder in _upwards(_CGROUP / "memory", memory):
+        yield folder, of_version_1
+
+
+def _upwards(root: Path, path: str) -> Iterator[Path]:
+    inner = root / path.lstrip("/")
+    yield from (folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents)
+
+
+def _reclaimable(folder: Path) -> int:
+    """Bytes of files in memory that the kernel drops first: a group's use counts them, but they are free."""
+    for line in (_read(folder / "memory.stat") or "").splitlines():
+        key, _, value = line.partition(" ")
+        if key in ("inactive_file", "total_inactive_file") and value.isdigit():
+            return int(value)
+    return 0
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,153 @@
+"""What happens around the steps of a sharded module, in order. Layer 3.
+
+A microstep is: buffers, forward, watch, backward, reduce. A window is one or more microsteps and the update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parallel import _torch
+from lightning_parallel.parallelize import Parallelized
+from lightning_parallel.techniques.accumulation import GradientReduction
+from lightning_parallel.techniques.offload import OffloadedState
+from lightning_parallel.techniques.replicate import reduce_gradients, synchronize_buffers
+from lightning_parallel.techniques.sharding import reshard_units
+from lightning_parallel.techniques.unused import UnusedParameters
+from lightning_parallel.techniques.update_in_backward import UpdateInBackward
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPolicies:
+    """The rules of a step; none of them knows the module.
+
+    Args:
+        accumulation_sync: When gradients are reduced within a window: ``"every"``, ``"last"`` or ``"auto"``.
+        offloads_optimizer: Whether optimizer state waits in host memory.
+        updates_in_backward: Whether parameters are updated as soon as their gradient is reduced.
+    """
+
+    accumulation_sync: str = "auto"
+    offloads_optimizer: bool = False
+    updates_in_backward: bool = False
+
+
+class Steps:
+    """The steps of one module under one strategy; `close` takes off what it put on the optimizers.
+
+    Args:
+        module: The sharded module.
+        parallelized: How it is sharded.
+        policies: The rules.
+        device: This rank's device.
+        ranks_on_device: How many ranks share its memory.
+        tell: Takes a sentence for the user.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parallelized: Parallelized,
+        policies: StepPolicies,
+        *,
+        device: torch.device,
+        ranks_on_device: int,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._module = module
+        self._mesh = parallelized.mesh
+        self._policies = policies
+        self._split_stacks = parallelized.split_stacks
+        self._is_manual = not getattr(module, "automatic_optimization", True)
+        self._averaged = parallelized.averaged_parameters(module)
+        self._has_buffers = next(module.buffers(), None) is not None
+        units = parallelized.units(module)
+        # Zeros in the place of missing gradients are taken away after backward, when these would be used up.
+        self._unused = UnusedParameters([] if policies.updates_in_backward else units, self._mesh.host_group)
+        self._reduction = GradientReduction(
+            units,
+            mode=policies.accumulation_sync,
+            device=device,
+            ranks_on_device=ranks_on_device,
+            is_manual=self._is_manual,
+            group=self._mesh.host_group,
+            tell=tell,
+        )
+        self._on_optimizers: list[OffloadedState | UpdateInBackward] = []
+
+    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let `optimizers` step as the policies say."""
+        if self._policies.offloads_optimizer:
+            self._on_optimizers += [OffloadedState(optimizer) for optimizer in optimizers]
+        if self._policies.updates_in_backward:
+            self._on_optimizers += [UpdateInBackward(optimizer) for optimizer in optimizers]
+
+    def state_was_loaded(self) -> None:
+        """Bring what a checkpoint put on the device to where it waits."""
+        for added in self._on_optimizers:
+            if isinstance(added, OffloadedState):
+                added.store()
+
+    def close(self) -> None:
+        """Give the optimizers back as they were."""
+        for added in self._on_optimizers:
+            added.detach()
+        self._on_optimizers = []
+
+    def begin(self) -> None:
+        """A training step begins: give every rank the buffers of rank 0, and forget the last step. A collective."""
+        self.synchronize_buffers()
+        for stack in self._split_stacks:
+            stack.forget()
+
+    def synchronize_buffers(self) -> None:
+        """Give every rank the buffers of rank 0. A collective."""
+        if self._has_buffers:
+            synchronize_buffers(self._module)
+
+    def free_gathered(self) -> None:
+        """Free what a step left gathered, so that hooks which read or write parameters find the shards."""
+        reshard_units(self._module)
+
+    def after_forward(self) -> None:
+        """Call it between forward and backward of a training step."""
+        self._unused.watch()
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Backward in here is not the last of its window."""
+        return self._reduction.held()
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Let whole parameters be averaged when backward through `loss` ends, once a window."""
+        self._unused.watch()  # under manual optimization, the step has not ended yet
+        if self._averaged and loss.requires_grad and not self._reduction.is_held:
+            _torch.after_backward(loss, self._average)
+
+    def after_backward(self) -> None:
+        """Agree with the other ranks on what was used. A collective."""
+        if not self._reduction.holds_shards:
+            self._unused.settle()
+        self._reduction.after_backward()
+        if self._is_manual:  # the next forward may be of another optimizer, which freezes what this one trains
+            self.free_gathered()
+
+    def before_update(self) -> None:
+        """Reduce what a window held and never reduced: in a loop of the user's own, no backward may be the last."""
+        if self._reduction.reduce_rest():
+            self._average()
+            self._unused.settle()
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Free what is still gathered: it holds the values of before the update."""
+        self._unused.forget(parameter for group in optimizer.param_groups for parameter in group["params"])
+        self.free_gathered()
+        self._reduction.after_update()
+
+    def _average(self) -> None:
+        reduce_gradients(self._averaged, self._mesh.gradient_group)

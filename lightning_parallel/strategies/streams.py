@@ -1,0 +1,104 @@
+"""Random numbers of a fit: separate over ranks that read different samples, saved, and continued on resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lightning_parallel.randomness import RandomState, own_stream
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_KEY = "lightning_parallel"
+
+
+class RandomStreams:
+    """Two streams a rank: one that all ranks share, and one of its own, in which training steps draw.
+
+    What hooks, loaders and `configure_model` draw has to be equal on all ranks; dropout in a step must not be.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: Mapping[str, Any] | None = None
+        self._own: RandomState | None = None
+        self._has_resumed = False
+        self._rest: Mapping[str, Any] | None = None
+        self._iterator: object = None
+
+    def begin(self, trainer: Trainer, data_rank: int, device: torch.device) -> None:
+        """Go on with the streams of the checkpoint, or begin one for the steps of each rank that reads samples.
+
+        With another number of ranks, only the shared stream goes on.
+        """
+        loaded, self._loaded = self._loaded, None
+        states = loaded["states"] if loaded else []
+        if states:
+            shared, own = states[dist.get_rank() if len(states) == dist.get_world_size() else 0]
+            RandomState.from_plain(shared).restore(device)
+            self._has_resumed = True
+            self._rest = shared if loaded and loaded["is_in_epoch"] else None
+            self._iterator = _iterator(trainer)
+        if len(states) == dist.get_world_size():
+            self._own = RandomState.from_plain(own)
+        else:
+            self._own = own_stream(data_rank, progress=trainer.global_step, device=device)
+
+    @contextmanager
+    def step(self, device: torch.device) -> Iterator[None]:
+        """In here, this rank draws from its own stream."""
+        if self._own is None:
+            yield
+            return
+        shared = RandomState.take(device)
+        self._own.restore(device)
+        try:
+            yield
+        finally:
+            self._own = RandomState.take(device)
+            shared.restore(device)
+
+    def end(self) -> None:
+        """Training has ended."""
+        self._own = None
+
+    def continue_epoch(self, trainer: Trainer, device: torch.device) -> None:
+        """Before a batch: the first after a resume goes on where the one after the checkpoint did."""
+        if not self._has_resumed:
+            return
+        if self._rest is not None:
+            RandomState.from_plain(self._rest).restore(device)
+        elif self._iterator is _iterator(trainer):
+            _draw_seeds_of_loaders(trainer)  # a new epoch would have made its iterator by now; this one was made before
+        self._has_resumed, self._rest, self._iterator = False, None, None
+
+    def add_to(self, checkpoint: dict[str, Any], trainer: Trainer, device: torch.device) -> None:
+        """Note the state of all ranks in a checkpoint of a fit. A collective."""
+        if not dist.is_initialized() or "loops" not in checkpoint or self._own is None:
+            return
+        is_first = dist.get_rank() == 0
+        states: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+        dist.gather_object((RandomState.take(device).to_plain(), self._own.to_plain()), states, dst=0)
+        is_in_epoch = not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        checkpoint[_KEY] = {"states": states or [], "is_in_epoch": is_in_epoch}
+
+    def take_from(self, checkpoint: Mapping[str, Any]) -> None:
+        """Remember what a checkpoint says, until training begins."""
+        self._loaded = checkpoint.get(_KEY)
+
+
+def _iterator(trainer: Trainer) -> object:
+    return getattr(trainer.fit_loop._combined_loader, "_iterator", None)
+
+
+def _draw_seeds_of_loaders(trainer: Trainer) -> None:
+    """Draw what making iterators draws: `torch.utils.data.DataLoader` takes one number for the seeds of its workers."""
+    loaders = trainer.fit_loop._combined_loader
+    for loader in loaders.flattened if loaders is not None else ():
+        if isinstance(loader, DataLoader) and loader.generator is None:
+            torch.empty((), dtype=torch.int64).random_()

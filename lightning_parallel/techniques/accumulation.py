@@ -1,0 +1,144 @@
+"""When the gradients of sharded units are reduced within an accumulation window. Layer 2.
+
+A window is the microsteps between two updates. DDP keeps whole gradients anyway, and reduces them once a window. Under
+sharding a gradient that is not reduced yet is whole, so reducing late trades memory for communication.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_parallel import _torch
+from lightning_parallel.memory import headroom, reset_peak_memory
+
+MODES = ("auto", "every", "last")
+_SHARE_OF_HEADROOM = 0.8
+"""Of what is free at the peak of a step, so that a longer batch and fragmentation have room."""
+
+
+def accumulation_violations(accumulation_sync: str) -> list[str]:
+    """Why `accumulation_sync` is not a choice; empty if it is."""
+    if accumulation_sync in MODES:
+        return []
+    return [f"accumulation_sync={accumulation_sync!r} is unknown; possible: {', '.join(MODES)}"]
+
+
+class GradientReduction:
+    """Holds back the reduction of gradients in all microsteps of a window but the last.
+
+    ``"last"`` reduces once a window. ``"every"`` reduces in each microstep; where copies are averaged too (HSDP), that
+    part waits for the last one, because it holds back no more than a shard. ``"auto"`` runs the first window as
+    ``"every"``, and takes ``"last"`` from then on if whole gradients fit what was free at the peak.
+
+    Args:
+        units: The sharded units.
+        mode: One of `MODES`.
+        device: This rank's device.
+        ranks_on_device: How many ranks share the memory of `device`: on the host, all of this machine.
+        is_manual: Whether the module optimizes by itself, so that a backward may be the last of one window and in the
+            middle of another optimizer's.
+        group: All ranks, to agree on ``"auto"`` in host memory.
+        tell: Takes a sentence for the user.
+
+    Example:
+        >>> with reduction.held():  # in every microstep but the last
+        ...     loss.backward()
+    """
+
+    def __init__(
+        self,
+        units: Sequence[nn.Module],
+        *,
+        mode: str,
+        device: torch.device,
+        ranks_on_device: int,
+        is_manual: bool,
+        group: ProcessGroup,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._units = [unit for unit in units if isinstance(unit, FSDPModule)]
+        self._mode = mode
+        self._device = device
+        self._ranks_on_device = ranks_on_device
+        self._is_manual = is_manual
+        self._group = group
+        self._tell = tell
+        self._has_measured = False
+        self._has_held = False
+        self.is_held = False
+
+    @property
+    def holds_shards(self) -> bool:
+        """Whether the microstep that runs now keeps whole gradients, so that its reduction says nothing yet."""
+        return self.is_held and self._mode == "last"
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Backward in here is not the last of its window."""
+        self._measure()
+        self._set(reduce=self._mode != "last", all_reduce=not _torch.CAN_REDUCE_UNUSED)
+        self.is_held = self._has_held = True
+        try:
+            yield
+        finally:
+            self.is_held = False
+            for unit in self._units if self._mode == "last" else ():
+                _torch.even_out_held_gradients(unit)
+            self._set(reduce=True, all_reduce=True)
+
+    def after_backward(self) -> None:
+        """A backward has ended; if it was not held, nothing is left over of its window."""
+        self._has_held = self._has_held and (self.is_held or self._is_manual)
+
+    def reduce_rest(self) -> bool:
+        """Reduce what was held and never reduced, as in a user's own loop. A collective, if there is any.
+
+        Returns:
+            Whether there was any.
+        """
+        has_rest, self._has_held = self._has_held, False
+        if not has_rest or not self._units:
+            return has_rest
+        # Ranks may differ in what they used, but all of them take part in reducing what one of them holds.
+        holding = torch.tensor([_torch.holds_gradients(unit) for unit in self._units], dtype=torch.uint8)
+        dist.all_reduce(holding, op=dist.ReduceOp.MAX, group=self._group)
+        for unit, is_holding in zip(self._units, holding.tolist(), strict=True):
+            if is_holding:
+                _torch.reduce_held_gradients(unit)
+        return True
+
+    def after_update(self) -> None:
+        """The window has ended. With ``"auto"``, decide by what the first one took. A collective then."""
+        if self._mode == "auto" and self._has_measured:
+            self._decide()
+
+    def _set(self, *, reduce: bool, all_reduce: bool) -> None:
+        for unit in self._units:
+            unit.set_requires_gradient_sync(reduce or not _torch.can_hold_gradients(unit), recurse=False)
+            if reduce:
+                unit.set_requires_all_reduce(all_reduce, recurse=False)
+
+    def _measure(self) -> None:
+        if self._mode == "auto" and not self._has_measured:
+            self._has_measured = True
+            reset_peak_memory(self._device)
+
+    def _decide(self) -> None:
+        needed = sum(_torch.whole_gradient_bytes(unit) for unit in self._units)
+        free = headroom(self._device) // self._ranks_on_device
+        # The rank with the least room decides for all: they reduce together.
+        room = torch.tensor([free], dtype=torch.int64)
+        dist.all_reduce(room, op=dist.ReduceOp.MIN, group=self._group)
+        fits = needed <= _SHARE_OF_HEADROOM * int(room)
+        self._mode = "last" if fits else "every"
+        self._tell(
+            f"accumulation_sync=auto: gradients are reduced in {'the last' if fits else 'every'} microstep; unreduced "
+            f"they take {needed / 2**30:.2f} GiB, and {int(room) / 2**30:.2f} GiB were free at the peak"
+        )

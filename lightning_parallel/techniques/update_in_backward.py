@@ -1,0 +1,79 @@
+"""Update parameters while backward still runs, so that not all gradients exist at once. Layer 2.
+
+Source: Lv et al. 2023, "Full parameter fine-tuning for large language models with limited resources" (LOMO);
+`torch.Tensor.register_post_accumulate_grad_hook`. FSDP2 calls these hooks of a shard as soon as its gradient is
+reduced, so a rank holds reduced gradients of one unit at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+def update_in_backward_violations(*, clips: bool, scales: bool, num_microsteps: int, is_manual: bool) -> list[str]:
+    """Why parameters cannot be updated in backward; empty if they can.
+
+    Args:
+        clips: Whether gradients are clipped.
+        scales: Whether the loss is scaled (``16-mixed``).
+        num_microsteps: Microsteps of a window.
+        is_manual: Whether the module optimizes by itself.
+    """
+    start = "optimizer_in_backward=True uses each gradient up as soon as it is there, but"
+    found = []
+    if clips:
+        found.append(f"{start} gradient_clip_val needs all of them; leave one of the two out")
+    if scales:
+        found.append(f"{start} precision='16-mixed' skips a step only once all of them are known; give bf16-mixed")
+    if num_microsteps > 1:
+        found.append(f"{start} accumulate_grad_batches={num_microsteps} adds them up first; give 1")
+    if is_manual:
+        found.append(f"{start} under manual optimization the module decides when to step; leave it out")
+    return found
+
+
+class UpdateInBackward:
+    """Lets a user's optimizer step each sharded parameter as soon as its gradient is reduced; `detach` ends it.
+
+    The optimizer object, its groups, state and schedulers are the user's. Parameters that are whole on every rank are
+    averaged after backward, and are updated by the step that the training loop makes anyway.
+
+    Args:
+        optimizer: The user's only optimizer.
+
+    Example:
+        >>> updates = UpdateInBackward(optimizer)
+        >>> loss.backward()  # has updated the parameters
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        # A parameter that is frozen now may thaw: without a hook, the step of the loop updates it.
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._update)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if isinstance(parameter, DTensor) and parameter.requires_grad
+        ]
+
+    def detach(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    @torch.no_grad()
+    def _update(self, parameter: Tensor) -> None:
+        groups = self._optimizer.param_groups  # looked at anew: loading a state replaces them
+        everything = [group["params"] for group in groups]
+        try:
+            for group, parameters in zip(groups, everything, strict=True):
+                group["params"] = [parameter] if any(parameter is each for each in parameters) else []
+            # Hooks and counters around `step` belong to the step that the loop makes.
+            type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
+        finally:
+            for group, parameters in zip(groups, everything, strict=True):
+                group["params"] = parameters
+        parameter.grad = None
