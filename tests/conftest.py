@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from tests.quiet import KNOWN
 from tests.ranks import RankPool
@@ -51,6 +53,16 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
     yield pool_of
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal that comes too late starts pytest a second time, and Lightning kills the first when that one fails."""
+
+    def refuse(self: Any) -> None:
+        pytest.fail("the launcher was about to start this test session again: what is wrong has to be said before")
+
+    monkeypatch.setattr(_SubprocessScriptLauncher, "_call_children_scripts", refuse)
 
 
 @pytest.fixture(autouse=True)

@@ -279,8 +279,11 @@ class _CheckingLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        if self._strategy.lightning_module is not None:
-            self._strategy._check_module(self._strategy.lightning_module)
+        module = self._strategy.lightning_module
+        if module is not None:
+            if trainer is not None:
+                module.trainer = trainer  # Lightning does so after the launch; some refusals look at its settings
+            self._strategy._check_module(module)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
