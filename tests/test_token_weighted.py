@@ -194,9 +194,10 @@ def test_update_in_backward_is_refused(ranks: Any) -> None:
 
 
 def test_observed_numbers() -> None:
-    logits, target = torch.randn(4, 5), torch.tensor([1, IGNORED, 2, 3])
+    logits, target = torch.randn(4, 5, requires_grad=True), torch.tensor([1, IGNORED, 2, 3])
     with LossObserver() as observer:
         F.cross_entropy(logits, target)
+        F.cross_entropy(logits.detach(), target[:1].expand(4))  # a metric, no loss
     assert observer.count() == 3
     with LossObserver() as observer:
         F.cross_entropy(logits, target)
@@ -206,7 +207,7 @@ def test_observed_numbers() -> None:
         F.cross_entropy(logits, target, reduction="sum")
     assert observer.count() is None
     with LossObserver() as observer:
-        F.cross_entropy(logits, logits.softmax(-1))
+        F.cross_entropy(logits, logits.detach().softmax(-1))
     assert observer.count() == 4
 
 
