@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,15 @@ def broadcast_tensors(tensors: Sequence[Tensor], *, source: int, bucket_bytes: i
     if tensors:
         group = dist.distributed_c10d._get_default_group()
         dist._broadcast_coalesced(group, list(tensors), bucket_bytes, source)  # type: ignore[attr-defined]
+
+
+def reduce_scatter(part: Tensor, whole: Tensor, group: Any) -> None:
+    """Add up `whole` over the ranks, and put this rank's equal part along the first dimension into `part`.
+
+    `torch.distributed.reduce_scatter_single`, since 2.13, where `reduce_scatter_tensor` warns.
+    """
+    collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    collective(part, whole, group=group)
 
 
 def initialize_sharding(root: nn.Module) -> None:
@@ -121,7 +130,7 @@ def even_out_held_gradients(unit: nn.Module) -> None:
                 whole = parameter._unsharded_param
                 if parameter.unsharded_accumulated_grad is None and whole.requires_grad and whole.grad is None:
                     dtype = parameter.reduce_dtype or whole.dtype
-                    parameter.unsharded_accumulated_grad = torch.zeros(whole.shape, dtype=dtype, device=whole.device)
+                    parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
 
 
 def reduce_held_gradients(unit: nn.Module) -> None:
@@ -279,6 +288,31 @@ def attention_replaced(attention: Callable[..., Tensor]) -> Iterator[None]:
         nn.functional.scaled_dot_product_attention = original
 
 
+@contextlib.contextmanager
+def slow_attention() -> Iterator[None]:
+    """Without the fast path of `nn.MultiheadAttention`, which has an attention of its own.
+
+    `torch.backends.mha.set_fastpath_enabled`, since 2.0; public, and here because it is a switch of the process.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: Function) -> Function:
+    """Leave `function` out of graphs: the compiler cannot see through collectives with a backward of their own.
+
+    `torch.compiler.disable`, since 2.1; public, and here because it has no annotations.
+    """
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     """Switch off `TorchDispatchMode`s, for operations that nobody shall count or keep.
 
@@ -315,7 +349,7 @@ HOOK_TABLES = (
 """Where `nn.Module` keeps its hooks: names stable since 2.0; there is no public way to list a module's hooks."""
 
 
-def subclass_like(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+def subclass_like(cls: type[nn.Module], forward: Callable[..., Any] | functools.partialmethod[Any]) -> type[nn.Module]:
     """A subclass of `cls` with another `forward` that reads and prints like `cls` itself."""
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__})
 

@@ -1,8 +1,10 @@
-"""Collectives with a backward, over ranks that share a sequence. Layer 1.
+"""Collectives with a backward, over ranks that share a sequence or a matrix product. Layer 1.
 
-A whole tensor is equal on all of them; a part is one rank's own. Gradients of parts are those of this rank's part of
-the loss times the number of ranks, because what is averaged over the ranks afterwards is the sum of the parts there,
-and the whole, equal on all, outside.
+A whole tensor is equal on all of them; a part is one rank's own; a summand is what the ranks have to add up.
+
+Context parallel (`split`, `gather`, `exchange`): gradients of parts are those of this rank's part of the loss times the
+number of ranks, because what is averaged over the ranks afterwards is the sum of the parts there, and the whole, equal
+on all, outside. Tensor parallel (the others): nothing is averaged over the ranks, so gradients are those of the loss.
 """
 
 from __future__ import annotations
@@ -14,23 +16,120 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_parallel import _torch
 
+
+@_torch.not_compiled
 def split(whole: Tensor, dim: int, local: int, group: ProcessGroup) -> Tensor:
     """This rank's part of `whole` along `dim`, `local` entries, padded with zeros."""
     part: Tensor = _Split.apply(whole, dim, local, group)
     return part
 
 
+@_torch.not_compiled
 def gather(part: Tensor, dim: int, length: int, group: ProcessGroup) -> Tensor:
     """The parts of all ranks along `dim` as one tensor of `length` entries, without padding. An all-gather."""
     whole: Tensor = _Gather.apply(part, dim, length, group)
     return whole
 
 
+@_torch.not_compiled
 def exchange(states: Tensor, scatter: int, gather: int, group: ProcessGroup) -> Tensor:
     """A part along dimension `gather` for a part along dimension `scatter`. An all-to-all."""
     result: Tensor = _Exchange.apply(states, scatter, gather, group)
     return result
+
+
+@_torch.not_compiled
+def enter(whole: Tensor, group: ProcessGroup) -> Tensor:
+    """`whole` itself, where each rank goes on with another part: gradients are added up. Backward is an all-reduce."""
+    same: Tensor = _Enter.apply(whole, group)
+    return same
+
+
+@_torch.not_compiled
+def leave(summand: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over the ranks. An all-reduce."""
+    whole: Tensor = _Leave.apply(summand, group)
+    return whole
+
+
+@_torch.not_compiled
+def chunk(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """This rank's of equal parts of `whole`. Backward is an all-gather."""
+    part: Tensor = _Chunk.apply(whole, dim, group)
+    return part
+
+
+@_torch.not_compiled
+def collect(part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Equal parts of all ranks as one tensor, with which each goes on in its own way: backward is a reduce-scatter."""
+    whole: Tensor = _Collect.apply(part, dim, group)
+    return whole
+
+
+@_torch.not_compiled
+def contiguous_backward(part: Tensor) -> Tensor:
+    """`part` itself; its gradient is made contiguous, as DTensors take its strides for those of `part`."""
+    same: Tensor = _ContiguousBackward.apply(part)
+    return same
+
+
+class _ContiguousBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, part: Tensor) -> Tensor:
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return gradients[0].contiguous()
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, whole: Tensor, group: ProcessGroup) -> Tensor:
+        context.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return _summed(gradients[0], context.group), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, summand: Tensor, group: ProcessGroup) -> Tensor:
+        return _summed(summand, group)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+class _Chunk(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        context.dim, context.length, context.group = dim, whole.shape[dim], group
+        return whole.chunk(group.size(), dim)[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return _gathered(gradients[0], context.dim, context.length, context.group), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        context.dim, context.group = dim, group
+        return _gathered(part, dim, part.shape[dim] * group.size(), group)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        size = context.group.size()
+        parts = torch.cat(gradients[0].chunk(size, context.dim)).contiguous()
+        part = parts.new_empty(parts.shape[0] // size, *parts.shape[1:])
+        _torch.reduce_scatter(part, parts, context.group)
+        return part, None, None
 
 
 class _Split(torch.autograd.Function):
@@ -76,6 +175,12 @@ class _Exchange(torch.autograd.Function):
 
 class _Unused:
     """Takes what a function would keep for its backward."""
+
+
+def _summed(summand: Tensor, group: ProcessGroup) -> Tensor:
+    total = summand.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def _gathered(part: Tensor, dim: int, length: int, group: ProcessGroup) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel import _torch
 
@@ -46,7 +47,12 @@ class _Before:
         self.added_attributes = now.keys() - self.attributes.keys()
         self.attributes = {k: v for k, v in self.attributes.items() if k in now and now[k] is not v}
         self.children = {k: v for k, v in self.children.items() if module._modules.get(k) is not v}
-        self.parameters = {k: v for k, v in self.parameters.items() if module._parameters.get(k) is not v}
+        # What another footprint inside of this one made is its to give back; holding it would hold its memory.
+        self.parameters = {
+            k: v
+            for k, v in self.parameters.items()
+            if module._parameters.get(k) is not v and not isinstance(v, DTensor)
+        }
         self.hooks = {table: set(getattr(module, table, ())) - keys for table, keys in self.hooks.items()}
 
     def undo(self, module: nn.Module) -> None:
@@ -83,6 +89,7 @@ class Footprint:
         """Note what was changed; from here on, changes are the user's. Frees the memory of replaced parameters."""
         for module, before in self._befores.items():
             before.keep_difference(module)
+        self._strides = {original: self._strides[original] for original, _ in self.replaced()}
         for original, _ in self.replaced():
             if not original.is_meta:
                 original.data = original.data.new_empty(0)

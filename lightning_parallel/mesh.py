@@ -55,6 +55,11 @@ class Mesh:
         return self.devices[AXES["context"]].get_group() if self.degrees.context != 1 else None
 
     @property
+    def tensor(self) -> DeviceMesh | None:
+        """One axis: the ranks that share a matrix product; ``None`` if each has its own."""
+        return self.devices[AXES["tensor"]] if self.degrees.tensor != 1 else None
+
+    @property
     def data_rank(self) -> int:
         """This process's place among the ranks that read different samples."""
         return self.data.get_local_rank()

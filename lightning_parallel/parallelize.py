@@ -6,7 +6,7 @@ part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +35,8 @@ from lightning_parallel.techniques.sharding import (
     reshard_units,
     unreduced_parameters,
 )
+from lightning_parallel.techniques.tensor import apply_tensor
+from lightning_parallel.tensor_plan import plan_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,7 @@ class Policies:
         reshard: When gathered parameters are freed: ``"always"``, ``"never"``, or over how many ranks they stay.
         offload: ``"none"``, ``"optimizer"`` or ``"all"``.
         dtypes: Dtypes of gathering and reducing.
+        tensor_plan: Role of each linear map under tensor parallel, where the package should not decide.
     """
 
     layer: LayerPolicies = field(default_factory=LayerPolicies)
@@ -81,6 +84,7 @@ class Policies:
     reshard: str | int = "always"
     offload: str = "none"
     dtypes: DtypePolicy = field(default_factory=DtypePolicy)
+    tensor_plan: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class Parallelized:
 
     def replaced(self) -> dict[Tensor, Tensor]:
         """The module's own parameter -> what stands in its place."""
-        return dict(self.footprints[-1].replaced())
+        return {own: current for footprint in self.footprints for own, current in footprint.replaced()}
 
     def units(self, module: nn.Module) -> list[nn.Module]:
         """The sharded units, inner before outer."""
@@ -117,10 +121,9 @@ class Parallelized:
         """Make the module whole and plain on every rank. A collective. Returns sharded -> own parameter."""
         reshard_units(module)
         module.__dict__.pop(_KEY, None)
-        *before, sharding = self.footprints
-        own = sharding.restore(whole)
-        for footprint in reversed(before):
-            footprint.restore(whole)
+        own: dict[Tensor, nn.Parameter] = {}
+        for footprint in reversed(self.footprints):
+            own |= footprint.restore(whole)
         return own
 
 
@@ -140,7 +143,7 @@ def left_over_violations(module: nn.Module, policies: Policies) -> list[str]:
     before, now = left.policies, policies
     names = [
         name
-        for name in ("layer", "offload", "dtypes", "backward_in_step")
+        for name in ("layer", "offload", "dtypes", "backward_in_step", "tensor_plan")
         if getattr(before, name) != getattr(now, name)
     ]
     if not names:
@@ -168,15 +171,21 @@ def parallelize(
     Raises:
         ConfigurationError: For tensors that cannot be made, and for parameters whose gradients nobody reduces.
     """
-    check(stack_violations(module, policies.layer, context=mesh.degrees.context))
+    sizes = {name: int(getattr(mesh.degrees, name)) for name in ("context", "tensor")}
+    check(stack_violations(module, policies.layer, tensor_plan=policies.tensor_plan, **sizes))
     anatomy = find_layers(module, policies.layer.layers)
     stacks = [[(path, module.get_submodule(path)) for path in stack.layers] for stack in anatomy.stacks]
+    synchronize_module(module, device)
+    tensor = Footprint(module)
+    if mesh.tensor is not None:
+        tensor_plan = plan_tensor(module, anatomy, policies.tensor_plan, degree=mesh.tensor.size())
+        apply_tensor([layer for stack in stacks for layer in stack], tensor_plan, mesh.tensor)
+    tensor.close()
     context = Footprint(module)
     split = apply_context(stacks, mesh.context_group) if mesh.context_group is not None else []
     context.close()
     layers = transform_layers(module, anatomy, policies.layer, buffers=policies.dtypes.buffers)
     sharding = Footprint(module)
-    synchronize_module(module, device)
     plan = plan_sharding(
         module, anatomy.units, root_is_unit=not policies.backward_in_step, casts=policies.dtypes.param is not None
     )
@@ -197,10 +206,10 @@ def parallelize(
         gather_in_method(module, plan, method)
 
     sharding.close()
-    for own, current in sharding.replaced():
-        current.__dict__.update(vars(own))  # marks that code reads, such as `parameter.no_weight_decay`
     _audit(module, plan, mesh)
-    result = Parallelized(mesh, plan, policies, (context, layers, sharding), tuple(split))
+    result = Parallelized(mesh, plan, policies, (tensor, context, layers, sharding), tuple(split))
+    for own, current in result.replaced().items():
+        current.__dict__.update(vars(own))  # marks that code reads, such as `parameter.no_weight_decay`
     module.__dict__[_KEY] = result
     return result
 
@@ -235,15 +244,26 @@ def transform_layers(
     return footprint
 
 
-def stack_violations(module: nn.Module, policies: LayerPolicies, *, context: int | str = 1) -> list[str]:
-    """Why `policies`, and sequences over `context` ranks, cannot be applied to `module`; empty if they can."""
-    needs_stack = {**policies.are_on, **({"context": context} if context != 1 else {})}
+def stack_violations(
+    module: nn.Module,
+    policies: LayerPolicies,
+    *,
+    context: int = 1,
+    tensor: int = 1,
+    tensor_plan: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Why `policies`, and layers over so many ranks, cannot be applied to `module`; empty if they can."""
+    degrees = {name: degree for name, degree in (("context", context), ("tensor", tensor)) if degree != 1}
+    needs_stack: dict[str, object] = {**policies.are_on, **degrees}
     if not needs_stack or layers_violations(module, policies.layers):
         return []
-    layers = [module.get_submodule(path) for path in find_layers(module, policies.layers).layers]
+    anatomy = find_layers(module, policies.layers)
+    layers = [module.get_submodule(path) for path in anatomy.layers]
     if layers:
         compiles = policies.compile == "layers"
+        plan = plan_tensor(module, anatomy, tensor_plan, degree=tensor) if tensor != 1 else None
         return [
+            *(plan.violations if plan is not None else []),
             *unfitting_violations(layers, policies.float8),
             *statistics_violations(layers, policies.recompute, compiles=compiles),
         ]

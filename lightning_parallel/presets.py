@@ -60,6 +60,16 @@ PRESETS: dict[str, Preset] = {
         "sequences split inside a machine (context parallel, Ulysses), sharded over all",
         {"context": "node"},
     ),
+    "tp_custom": Preset(
+        MeshStrategy,
+        "matrix products and heads split inside a machine (tensor parallel), sharded across machines",
+        {"tensor": "node"},
+    ),
+    "fsdp_tp_custom": Preset(
+        MeshStrategy,
+        "two ranks (a machine, if there are several) share each layer, sharded over the rest",
+        {"tensor": "auto"},
+    ),
 }
 """Name -> what it stands for."""
 

@@ -22,6 +22,10 @@ KNOWN = (
     r".*was called without a model.*",
     r".*It is recommended to use `self.log\(.*sync_dist=True\)`.*",
     r".*enable_nested_tensor is True.*",
+    # the compiler does so itself where it traces DTensors
+    r".*autograd.function.Function.* should not be instantiated.*",
+    # T5's layers return the view that they were given
+    r".*FSDP2-wrapped module .* returned a view tensor.*",
     # torch.compile looks at every input's `.grad` while it traces
     r".*The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.*",
     r".*`training_step` returned `None`.*",

@@ -178,6 +178,7 @@ def test_sequences_over_two_ranks(ranks: Any, case: str) -> None:
         ("hsdp_custom:context=2,replicate=2", 2),
         ("zero2_custom:context=2", 2),
         ("cp_custom:recompute=full", 1),
+        ("fsdp_custom:context=2,compile=layers", 2),
         ("fsdp_custom:context=2,recompute=selective,accumulation_sync=last", 2),
     ],
 )
@@ -355,7 +356,6 @@ def refusal(kind: str, strategy: str, num_ranks: int) -> str:
         ("eager", "cp_custom", 2, ["attn_implementation='sdpa'"]),
         ("byte_gpt", "cp_custom", 4, ["context=4 cannot share 2 heads", "possible: 1, 2"]),
         ("lstm", "cp_custom", 2, ["context=2", "LSTMModel has no stack"]),
-        ("byte_gpt", "cp_custom:compile=layers", 2, ["compile='layers' with context > 1"]),
     ],
 )
 def test_what_cannot_be_split_is_refused(ranks: Any, kind: str, strategy: str, size: int, words: list[str]) -> None:

@@ -11,8 +11,9 @@ PACKAGE = Path(__file__).parents[1] / "lightning_parallel"
 LAYERS = (
     ("errors",),
     ("degrees", "_torch"),
-    ("layers", "caches", "mesh", "precision", "footprint", "init_record"),
-    ("memory", "updates", "randomness", "exchange"),
+    ("layers", "caches", "mesh", "precision", "footprint", "init_record", "layer_trace"),
+    ("memory", "updates", "randomness", "exchange", "tensor_plan"),
+    ("head_split",),
     ("techniques", "checkpoint", "data"),
     ("parallelize",),
     ("steps",),

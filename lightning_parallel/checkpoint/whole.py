@@ -42,7 +42,11 @@ def whole(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         # Offloaded shards lie in host memory, while their process group moves device memory.
         on_device: Any = tensor.to(tensor.device_mesh.device_type)
-        tensor = on_device.full_tensor()
+        placements = list(tensor.placements)
+        for dim in range(len(placements)):  # one axis after the other: what is cut twice was cut by the last axis first
+            placements[dim] = Replicate()
+            on_device = on_device.redistribute(placements=placements)
+        tensor = on_device.to_local()
     return tensor.detach().cpu()
 
 

@@ -60,7 +60,7 @@ class MeshStrategy(SteppingStrategy):
         replicate: Ranks that hold equal copies; ``"auto"`` is one group a machine, two groups on a single machine.
         shard: Ranks over which parameters, gradients and optimizer state are sharded; ``"auto"`` is the rest.
         context: Ranks that share one sequence inside the layer stacks (Ulysses; Jacobs et al. 2023).
-        tensor: Ranks that share one matrix product. More than 1 is not available in this version.
+        tensor: Ranks that share the matrix products and the heads of each layer (Shoeybi et al. 2019).
         pipeline: Ranks that share the stack of layers. More than 1 is not available in this version.
         layers: Path or paths of the layer stacks, such as ``"model.layers"``, where the search should not decide;
             ``[]`` for no stack, which gathers all parameters around the whole step.
@@ -78,6 +78,8 @@ class MeshStrategy(SteppingStrategy):
             ``"last"`` one, where whole gradients wait for it, or ``"auto"``: in the last one where these fit.
         optimizer_in_backward: Whether parameters are updated as soon as their gradient is reduced.
         float8: Recipe of the stacks' linear maps, ``"tensorwise"`` or ``"rowwise"``; needs the extra ``float8``.
+        tensor_plan: How linear maps are split under ``tensor``, where the package should not decide: the end of a
+            path, in which ``*`` is one name -> ``"colwise"``, ``"rowwise"`` or ``"replicate"``.
         precision_policy: Dtypes of gathering and reducing, in place of those that belong to `Trainer(precision=...)`.
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a missing rank; seconds or a timedelta.
@@ -106,6 +108,7 @@ class MeshStrategy(SteppingStrategy):
         accumulation_sync: str = "auto",
         optimizer_in_backward: bool = False,
         float8: str | None = None,
+        tensor_plan: dict[str, str] | None = None,
         precision_policy: DtypePolicy | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float = default_pg_timeout,
@@ -121,6 +124,7 @@ class MeshStrategy(SteppingStrategy):
         self._forward_methods = tuple(forward_methods)
         self._reshard = reshard
         self._offload = offload
+        self._tensor_plan = tensor_plan
         self._precision_policy = precision_policy
         self._mesh: Mesh | None = None
         self._parallelized: Parallelized | None = None
@@ -138,15 +142,13 @@ class MeshStrategy(SteppingStrategy):
             degrees = self.degrees
         except ConfigurationError as error:
             return [*found, *error.violations, *self._option_violations(None)]
-        missing = [n for n in ("tensor", "pipeline") if getattr(degrees, n) != 1]
+        missing = [n for n in ("pipeline",) if getattr(degrees, n) != 1]
         found += [f"{n}={getattr(degrees, n)} is not available in this version; give {n}=1" for n in missing]
         return [*found, *self._option_violations(degrees)]
 
     def _option_violations(self, degrees: Degrees | None) -> list[str]:
         shard = degrees.shard if degrees is not None and isinstance(degrees.shard, int) else None
         found = reshard_violations(self._reshard, shard) if shard is not None else []
-        if self._degrees.context != 1 and self._layer_policies.compile != "none":
-            found.append("compile='layers' with context > 1 is not available in this version; give one of the two")
         found += offload_violations(self._offload)
         found += layer_policy_violations(self._layer_policies, self.root_device)
         found += accumulation_violations(self._step_policies.accumulation_sync)
@@ -156,7 +158,8 @@ class MeshStrategy(SteppingStrategy):
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
         found = super().module_violations(module, is_fitting=is_fitting)
         found += layers_violations(module, self._layer_policies.layers)
-        found += stack_violations(module, self._layer_policies, context=self.degrees.context)
+        sizes = {name: getattr(self.degrees, name) for name in ("context", "tensor")}
+        found += stack_violations(module, self._layer_policies, tensor_plan=self._tensor_plan, **sizes)
         found += unshardable_violations(module)
         if self._step_policies.updates_in_backward and is_fitting:
             found += in_backward_violations(module, offloads_optimizer=self._step_policies.offloads_optimizer)
@@ -259,6 +262,7 @@ class MeshStrategy(SteppingStrategy):
             reshard=self._reshard,
             offload=self._offload,
             dtypes=self._precision_policy or POLICIES[str(self.precision_plugin.precision)],
+            tensor_plan=self._tensor_plan,
         )
 
     @override

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 _Axes = tuple[DeviceMesh | None, tuple[int, ...]]
 
@@ -113,7 +113,7 @@ def _sharded_axes(gradient: Tensor) -> _Axes:
     if not isinstance(gradient, DTensor):
         return None, ()
     return gradient.device_mesh, tuple(
-        dim for dim, placement in enumerate(gradient.placements) if isinstance(placement, Shard)
+        dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate()
     )
 
 

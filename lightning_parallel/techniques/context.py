@@ -136,7 +136,11 @@ class _Part:
         args = tuple(_map_named(split_argument, "", value) for value in args)
         kwargs = {name: _map_named(split_argument, name, value) for name, value in kwargs.items()}
         attention = attention or _Ulysses(self.stack)
-        with _own_stream(self.stack, is_needed=layer.training and torch.is_grad_enabled()), _slow_path(), attention:
+        with (
+            _own_stream(self.stack, is_needed=layer.training and torch.is_grad_enabled()),
+            _torch.slow_attention(),
+            attention,
+        ):
             output = forward(hidden, *args, **kwargs)
         if not attention.calls:
             raise ConfigurationError([_bypassed(self.path, layer)])
@@ -194,7 +198,7 @@ class _Part:
         alone = _Part(self.path, self.stack, is_first=True, is_last=True)
         messages = []
         try:
-            with torch.no_grad(), _slow_path(), _torch.without_dispatch_modes():
+            with torch.no_grad(), _torch.slow_attention(), _torch.without_dispatch_modes():
                 whole = _first(forward(hidden, *args, **kwargs))
                 for dim in _sequence_dims(layer):
                     self.stack.dim = dim
@@ -357,17 +361,6 @@ def _head_violation(query: Tensor, key: Tensor, num_ranks: int) -> str:
         f"context={num_ranks} cannot share {heads} heads and {kv_heads} heads of keys and values; possible: "
         f"{', '.join(map(str, legal))}"
     )
-
-
-@contextlib.contextmanager
-def _slow_path() -> Iterator[None]:
-    """Without the fast path of nn.MultiheadAttention, which has an attention of its own."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextlib.contextmanager

@@ -155,7 +155,10 @@ def unreduced_parameters(module: nn.Module, plan: ShardingPlan, mesh: DeviceMesh
 
 
 def _is_on(parameter: Tensor, mesh: DeviceMesh) -> bool:
-    return isinstance(parameter, DTensor) and parameter.device_mesh == mesh
+    """Whether `parameter` is sharded on `mesh`, perhaps behind another axis on which it is split, too."""
+    if not isinstance(parameter, DTensor):
+        return False
+    return set(mesh.mesh_dim_names or ()) <= set(parameter.device_mesh.mesh_dim_names or ())
 
 
 def _reshard_after_forward(reshard: str | int, *, is_outermost: bool) -> bool | int | None:
