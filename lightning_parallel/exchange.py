@@ -9,12 +9,16 @@ on all, outside. Tensor parallel (the others): nothing is averaged over the rank
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_parallel import _torch
 
@@ -75,6 +79,100 @@ def contiguous_backward(part: Tensor) -> Tensor:
     return same
 
 
+@_torch.not_compiled
+def part_of_whole(whole: Tensor, dim: int, local: int, group: ProcessGroup) -> Tensor:
+    """This rank's part of `whole`, `local` entries, padded with zeros. Backward is an all-gather."""
+    part: Tensor = _PartOfWhole.apply(whole, dim, local, group)
+    return part
+
+
+@_torch.not_compiled
+def rejoin(part: Tensor, dim: int, length: int, group: ProcessGroup) -> Tensor:
+    """The parts of all ranks as one tensor without padding, with which all go on alike. An all-gather."""
+    whole: Tensor = _Rejoin.apply(part, dim, length, group)
+    return whole
+
+
+@_torch.not_compiled
+def whole_of_parts(part: Tensor, dim: int, length: int, group: ProcessGroup) -> Tensor:
+    """As `rejoin`, but each rank goes on in its own way: backward is a reduce-scatter."""
+    whole: Tensor = _WholeOfParts.apply(part, dim, length, group)
+    return whole
+
+
+@_torch.not_compiled
+def add_parts(summand: Tensor, dim: int, local: int, group: ProcessGroup) -> Tensor:
+    """This rank's part of the sum over the ranks, `local` entries. A reduce-scatter; backward is an all-gather."""
+    part: Tensor = _AddParts.apply(summand, dim, local, group)
+    return part
+
+
+@_torch.not_compiled
+def enter_all(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """`enter` for several tensors, whose gradients travel together: one all-reduce for each dtype."""
+    return list(_EnterAll.apply(group, *tensors)) if tensors else []
+
+
+@_torch.not_compiled
+def shared_gradient(whole: Tensor, group: ProcessGroup) -> Tensor:
+    """`whole` itself, whose gradient is equal on all ranks, as if each had an equal part in it."""
+    same: Tensor = _SharedGradient.apply(whole, group.size())
+    return same
+
+
+@_torch.not_compiled
+def as_summand(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """`whole` as a DTensor; its gradient is what this rank adds to the whole one."""
+    same: Tensor = _AsSummand.apply(whole, mesh)
+    return same
+
+
+class _SharedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, whole: Tensor, size: int) -> Tensor:
+        context.size = size
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return gradients[0] / context.size, None
+
+
+class _AsSummand(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, whole: Tensor, mesh: DeviceMesh) -> Tensor:
+        return DTensor.from_local(whole.view_as(whole), mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        gradient = gradients[0]
+        if gradient.placements[0].is_partial():
+            return gradient.to_local(), None
+        return gradient.full_tensor() / gradient.device_mesh.size(), None
+
+
+class _EnterAll(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, group: ProcessGroup, *tensors: Tensor) -> Any:
+        context.group = group
+        context.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        summed: list[Any] = list(gradients)
+        by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                by_dtype[gradient.dtype].append(index)
+        for indices in by_dtype.values():
+            flat = torch.cat([gradients[index].reshape(-1) for index in indices])
+            dist.all_reduce(flat, group=context.group)
+            for index, total in zip(indices, flat.split([gradients[i].numel() for i in indices]), strict=True):
+                summed[index] = total.view_as(gradients[index])
+        return None, *summed
+
+
 class _ContiguousBackward(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, part: Tensor) -> Tensor:
@@ -120,16 +218,12 @@ class _Chunk(torch.autograd.Function):
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        context.dim, context.group = dim, group
+        context.dim, context.local, context.group = dim, part.shape[dim], group
         return _gathered(part, dim, part.shape[dim] * group.size(), group)
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
-        size = context.group.size()
-        parts = torch.cat(gradients[0].chunk(size, context.dim)).contiguous()
-        part = parts.new_empty(parts.shape[0] // size, *parts.shape[1:])
-        _torch.reduce_scatter(part, parts, context.group)
-        return part, None, None
+        return _scattered(gradients[0], context.dim, context.local, context.group), None, None
 
 
 class _Split(torch.autograd.Function):
@@ -158,6 +252,35 @@ class _Gather(torch.autograd.Function):
         return part * context.group.size(), None, None, None
 
 
+class _PartOfWhole(_Split):
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return _gathered(gradients[0], context.dim, context.length, context.group), None, None, None
+
+
+class _Rejoin(_Gather):
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return _Split.forward(_Unused(), gradients[0], context.dim, context.local, context.group), None, None, None
+
+
+class _WholeOfParts(_Gather):
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return _scattered(gradients[0], context.dim, context.local, context.group), None, None, None
+
+
+class _AddParts(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, summand: Tensor, dim: int, local: int, group: ProcessGroup) -> Tensor:
+        context.dim, context.length, context.group = dim, summand.shape[dim], group
+        return _scattered(summand, dim, local, group)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return _gathered(gradients[0], context.dim, context.length, context.group), None, None, None
+
+
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, states: Tensor, scatter: int, gather: int, group: ProcessGroup) -> Tensor:
@@ -181,6 +304,15 @@ def _summed(summand: Tensor, group: ProcessGroup) -> Tensor:
     total = summand.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total
+
+
+def _scattered(summand: Tensor, dim: int, local: int, group: ProcessGroup) -> Tensor:
+    """This rank's part of the sum, along `dim`."""
+    size = group.size()
+    parts = torch.cat(_padded(summand, dim, local * size).chunk(size, dim)).contiguous()
+    part = parts.new_empty(parts.shape[0] // size, *parts.shape[1:])
+    _torch.reduce_scatter(part, parts, group)
+    return part
 
 
 def _gathered(part: Tensor, dim: int, length: int, group: ProcessGroup) -> Tensor:

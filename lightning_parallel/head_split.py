@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.exchange import collect, contiguous_backward, enter, leave
+from lightning_parallel.exchange import collect, contiguous_backward, leave
+from lightning_parallel.tensor_borders import WholeBorders
 
 _attention = F.scaled_dot_product_attention
 
@@ -28,12 +28,13 @@ class HeadSplit(TorchFunctionMode):
 
     Args:
         mesh: The ranks that share the heads.
+        borders: What is whole inside a branch, and what its gradient is.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, borders: WholeBorders) -> None:
         super().__init__()
         self._mesh = mesh
-        self._group: ProcessGroup = mesh.get_group()
+        self._borders = borders
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -48,7 +49,7 @@ class HeadSplit(TorchFunctionMode):
     def _as_whole(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor):
             return tensor
-        return DTensor.from_local(tensor, self._mesh, [Replicate()], run_check=False)
+        return self._borders.as_whole(tensor, self._mesh)
 
     def _attend(
         self,
@@ -81,14 +82,14 @@ class HeadSplit(TorchFunctionMode):
         size, dim, kv_heads = self._mesh.size(), states.ndim - 3, states.shape[-3]
         if kv_heads % size == 0:
             return self._own_heads(states)
-        whole = enter(states.full_tensor() if isinstance(states, DTensor) else states, self._group)
+        whole = self._borders.use(states.full_tensor() if isinstance(states, DTensor) else states)
         own = torch.arange(heads // size, device=whole.device) + self._mesh.get_local_rank() * (heads // size)
         return whole.index_select(dim, own * kv_heads // heads)
 
     def _mask(self, mask: Tensor, heads: int) -> Tensor:
         whole = mask.full_tensor() if isinstance(mask, DTensor) else mask
         if whole.requires_grad:
-            whole = enter(whole, self._group)
+            whole = self._borders.use(whole)
         if whole.ndim >= 3 and whole.shape[-3] == heads > 1:
             return whole.chunk(self._mesh.size(), -3)[self._mesh.get_local_rank()]
         return whole
@@ -96,8 +97,7 @@ class HeadSplit(TorchFunctionMode):
 
 def attend_multihead(
     attention: Any,
-    share: Callable[[Tensor], Tensor],
-    group: ProcessGroup,
+    borders: WholeBorders,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -111,8 +111,7 @@ def attend_multihead(
 
     Args:
         attention: The module; its weights are split.
-        share: Hands hidden states that are whole to maps of which each rank has a part.
-        group: The ranks that share the heads.
+        borders: How hidden states pass in and out.
         query: As `nn.MultiheadAttention.forward` takes it, and so are the other arguments.
         key: The same.
         value: The same.
@@ -130,20 +129,20 @@ def attend_multihead(
     states = [query, key, value]
     if not is_batched:
         states = [each.unsqueeze(0 if attention.batch_first else 1) for each in states]
-    q, k, v = _projected(attention, share, group, states)
-    mask = _merged(attn_mask, key_padding_mask, q, attention.num_heads, group)
+    q, k, v = _projected(attention, borders, states)
+    mask = _merged(attn_mask, key_padding_mask, q, attention.num_heads, borders.group)
     dropout = attention.dropout if attention.training else 0.0
     weights = None
     if need_weights:
         scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
         shares = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
         output = shares @ v
-        weights = leave(shares.sum(1), group) / attention.num_heads
+        weights = leave(shares.sum(1), borders.group) / attention.num_heads
     else:
         output = _attention(q, k, v, mask, dropout)
     output = output.transpose(1, 2).flatten(2)
     output = output if attention.batch_first else output.transpose(0, 1)
-    whole = leave(F.linear(output, attention.out_proj.weight.to_local()), group)
+    whole = borders.leave(F.linear(output, attention.out_proj.weight.to_local()))
     if attention.out_proj.bias is not None:
         whole = whole + attention.out_proj.bias.to(whole.dtype)
     if not is_batched:
@@ -152,20 +151,18 @@ def attend_multihead(
     return whole, weights
 
 
-def _projected(
-    attention: Any, share: Callable[[Tensor], Tensor], group: ProcessGroup, states: list[Tensor]
-) -> list[Tensor]:
+def _projected(attention: Any, borders: WholeBorders, states: list[Tensor]) -> list[Tensor]:
     """Queries, keys and values of this rank's heads, `[batch, heads / ranks, length, dim]`."""
     if attention._qkv_same_embed_dim:
-        weights = _thirds(attention.in_proj_weight, group)
+        weights = _thirds(attention.in_proj_weight, borders.group)
     else:
         weights = [getattr(attention, f"{name}_proj_weight").to_local() for name in "qkv"]
-    biases = [None] * 3 if attention.in_proj_bias is None else _thirds(attention.in_proj_bias, group)
+    biases = [None] * 3 if attention.in_proj_bias is None else _thirds(attention.in_proj_bias, borders.group)
     found = []
     for each, weight, bias in zip(states, weights, biases, strict=True):
-        projected = F.linear(share(each), weight, bias)
+        projected = F.linear(borders.enter(each), weight, bias)
         projected = projected if attention.batch_first else projected.transpose(0, 1)
-        heads = attention.num_heads // group.size()
+        heads = attention.num_heads // borders.group.size()
         found.append(projected.unflatten(-1, (heads, -1)).transpose(1, 2))
     return found
 

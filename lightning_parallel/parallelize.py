@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from lightning_parallel.checkpoint.whole import whole
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.footprint import Footprint
+from lightning_parallel.hidden_states import Lengths
 from lightning_parallel.init_record import InitRecord
 from lightning_parallel.layers import Anatomy, find_layers, layers_violations
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.precision import DtypePolicy
 from lightning_parallel.techniques.buffers import apply_buffer_dtype
 from lightning_parallel.techniques.compiling import apply_compile
-from lightning_parallel.techniques.context import SplitStack, apply_context
+from lightning_parallel.techniques.context import apply_context
 from lightning_parallel.techniques.float8 import apply_float8, unfitting_violations
 from lightning_parallel.techniques.offload import build_offload_policy
 from lightning_parallel.techniques.recompute import apply_recompute, parse_recompute, statistics_violations
@@ -75,6 +76,7 @@ class Policies:
         offload: ``"none"``, ``"optimizer"`` or ``"all"``.
         dtypes: Dtypes of gathering and reducing.
         tensor_plan: Role of each linear map under tensor parallel, where the package should not decide.
+        sequence: Whether ranks that share a matrix product also split the sequence between branches.
     """
 
     layer: LayerPolicies = field(default_factory=LayerPolicies)
@@ -85,6 +87,7 @@ class Policies:
     offload: str = "none"
     dtypes: DtypePolicy = field(default_factory=DtypePolicy)
     tensor_plan: Mapping[str, str] | None = None
+    sequence: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,14 +99,14 @@ class Parallelized:
         plan: What is sharded with what.
         policies: By which rules.
         footprints: What the module was before each kind of change, in the order of these; the last is sharding.
-        split_stacks: The stacks in which sequences are split.
+        lengths: What is cut along the sequence now, for each stack in which it is.
     """
 
     mesh: Mesh
     plan: ShardingPlan
     policies: Policies
     footprints: tuple[Footprint, ...]
-    split_stacks: tuple[SplitStack, ...] = ()
+    lengths: tuple[Lengths, ...] = ()
 
     def replaced(self) -> dict[Tensor, Tensor]:
         """The module's own parameter -> what stands in its place."""
@@ -143,7 +146,7 @@ def left_over_violations(module: nn.Module, policies: Policies) -> list[str]:
     before, now = left.policies, policies
     names = [
         name
-        for name in ("layer", "offload", "dtypes", "backward_in_step", "tensor_plan")
+        for name in ("layer", "offload", "dtypes", "backward_in_step", "tensor_plan", "sequence")
         if getattr(before, name) != getattr(now, name)
     ]
     if not names:
@@ -176,13 +179,15 @@ def parallelize(
     anatomy = find_layers(module, policies.layer.layers)
     stacks = [[(path, module.get_submodule(path)) for path in stack.layers] for stack in anatomy.stacks]
     synchronize_module(module, device)
+    lengths: list[Lengths] = []
     tensor = Footprint(module)
     if mesh.tensor is not None:
         tensor_plan = plan_tensor(module, anatomy, policies.tensor_plan, degree=mesh.tensor.size())
-        apply_tensor([layer for stack in stacks for layer in stack], tensor_plan, mesh.tensor)
+        lengths += apply_tensor(stacks, tensor_plan, mesh.tensor, sequence=policies.sequence)
     tensor.close()
     context = Footprint(module)
-    split = apply_context(stacks, mesh.context_group) if mesh.context_group is not None else []
+    if mesh.context_group is not None:
+        lengths += apply_context(stacks, mesh.context_group)
     context.close()
     layers = transform_layers(module, anatomy, policies.layer, buffers=policies.dtypes.buffers)
     sharding = Footprint(module)
@@ -207,7 +212,7 @@ def parallelize(
 
     sharding.close()
     _audit(module, plan, mesh)
-    result = Parallelized(mesh, plan, policies, (tensor, context, layers, sharding), tuple(split))
+    result = Parallelized(mesh, plan, policies, (tensor, context, layers, sharding), tuple(lengths))
     for own, current in result.replaced().items():
         current.__dict__.update(vars(own))  # marks that code reads, such as `parameter.no_weight_decay`
     module.__dict__[_KEY] = result

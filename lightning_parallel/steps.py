@@ -63,7 +63,7 @@ class Steps:
         self._module = module
         self._mesh = parallelized.mesh
         self._policies = policies
-        self._split_stacks = parallelized.split_stacks
+        self._lengths = parallelized.lengths
         self._is_manual = not getattr(module, "automatic_optimization", True)
         self._averaged = parallelized.averaged_parameters(module)
         self._has_buffers = next(module.buffers(), None) is not None
@@ -103,8 +103,8 @@ class Steps:
     def begin(self) -> None:
         """A training step begins: give every rank the buffers of rank 0, and forget the last step. A collective."""
         self.synchronize_buffers()
-        for stack in self._split_stacks:
-            stack.forget()
+        for lengths in self._lengths:
+            lengths.forget()
 
     def synchronize_buffers(self) -> None:
         """Give every rank the buffers of rank 0. A collective."""

@@ -80,6 +80,8 @@ class MeshStrategy(SteppingStrategy):
         float8: Recipe of the stacks' linear maps, ``"tensorwise"`` or ``"rowwise"``; needs the extra ``float8``.
         tensor_plan: How linear maps are split under ``tensor``, where the package should not decide: the end of a
             path, in which ``*`` is one name -> ``"colwise"``, ``"rowwise"`` or ``"replicate"``.
+        sequence: Whether ranks that share matrix products also split the sequence between branches, so that norms,
+            dropout and residuals take memory and time once (Korthikanti et al. 2022).
         precision_policy: Dtypes of gathering and reducing, in place of those that belong to `Trainer(precision=...)`.
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a missing rank; seconds or a timedelta.
@@ -109,6 +111,7 @@ class MeshStrategy(SteppingStrategy):
         optimizer_in_backward: bool = False,
         float8: str | None = None,
         tensor_plan: dict[str, str] | None = None,
+        sequence: bool = False,
         precision_policy: DtypePolicy | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float = default_pg_timeout,
@@ -125,6 +128,7 @@ class MeshStrategy(SteppingStrategy):
         self._reshard = reshard
         self._offload = offload
         self._tensor_plan = tensor_plan
+        self._sequence = sequence
         self._precision_policy = precision_policy
         self._mesh: Mesh | None = None
         self._parallelized: Parallelized | None = None
@@ -149,10 +153,27 @@ class MeshStrategy(SteppingStrategy):
     def _option_violations(self, degrees: Degrees | None) -> list[str]:
         shard = degrees.shard if degrees is not None and isinstance(degrees.shard, int) else None
         found = reshard_violations(self._reshard, shard) if shard is not None else []
+        found += self._tensor_violations(degrees)
         found += offload_violations(self._offload)
         found += layer_policy_violations(self._layer_policies, self.root_device)
         found += accumulation_violations(self._step_policies.accumulation_sync)
         return [*found, *precision_violations(self.precision_plugin.precision)]
+
+    def _tensor_violations(self, degrees: Degrees | None) -> list[str]:
+        if degrees is None:
+            return []
+        found = []
+        if degrees.tensor == 1:
+            given = {"tensor_plan": self._tensor_plan is not None, "sequence=True": self._sequence}
+            found += [f"{name} is for tensor > 1, but tensor=1; leave it out" for name, is_on in given.items() if is_on]
+        elif self._layer_policies.float8 not in (None, "none"):
+            found.append(f"float8 with tensor={degrees.tensor} is not available in this version; give one of the two")
+        if self._sequence and degrees.context != 1:
+            found.append(
+                f"sequence=True with context={degrees.context}: sequences are split over other ranks already; give one "
+                "of the two"
+            )
+        return found
 
     @override
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
@@ -263,6 +284,7 @@ class MeshStrategy(SteppingStrategy):
             offload=self._offload,
             dtypes=self._precision_policy or POLICIES[str(self.precision_plugin.precision)],
             tensor_plan=self._tensor_plan,
+            sequence=self._sequence,
         )
 
     @override

@@ -10,10 +10,9 @@ with the whole one.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,34 +26,14 @@ from lightning_parallel import _torch
 from lightning_parallel.caches import is_cache, without_fresh_cache
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.exchange import exchange, gather, split
-from lightning_parallel.randomness import seed_of_part
+from lightning_parallel.hidden_states import Lengths, own_stream, take_hidden
 
 _attention = F.scaled_dot_product_attention
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _TOLERANCE_OF_HALF = 5e-2
 
 
-@dataclass
-class Lengths:
-    """The lengths of the sequences that are split now: local length -> whole length.
-
-    Args:
-        num_ranks: How many ranks share a sequence.
-    """
-
-    num_ranks: int
-    whole: dict[int, int] = field(default_factory=dict)
-
-    def add(self, length: int) -> int:
-        """The local length of a sequence of `length`; sequences of two lengths never get the same."""
-        local = -(-length // self.num_ranks)
-        while self.whole.get(local, length) != length:
-            local += 1
-        self.whole[local] = length
-        return local
-
-
-def apply_context(stacks: Sequence[Sequence[tuple[str, nn.Module]]], group: ProcessGroup) -> list[SplitStack]:
+def apply_context(stacks: Sequence[Sequence[tuple[str, nn.Module]]], group: ProcessGroup) -> list[Lengths]:
     """Let the layers of each stack work on a part of the sequence, in place. Names in the state dict stay.
 
     Args:
@@ -62,14 +41,14 @@ def apply_context(stacks: Sequence[Sequence[tuple[str, nn.Module]]], group: Proc
         group: The ranks that share a sequence.
 
     Returns:
-        What the layers of each stack share.
+        The lengths of sequences that are cut, for each stack.
     """
     split = [SplitStack(group) for _ in stacks]
     for stack, layers in zip(split, stacks, strict=True):
         for index, (path, layer) in enumerate(layers):
             part = _Part(path, stack, is_first=index == 0, is_last=index == len(layers) - 1)
             layer.__class__ = _splitting(type(layer), part)
-    return split
+    return [stack.lengths for stack in split]
 
 
 def _splitting(cls: type[Any], part: _Part) -> type[nn.Module]:
@@ -91,12 +70,7 @@ class SplitStack:
         self.num_ranks = group.size()
         self.rank = group.rank()
         self.lengths = Lengths(self.num_ranks)
-        self.dim = 1
         self.is_checked = False
-
-    def forget(self) -> None:
-        """Forget the lengths of a step that has ended; backward may need those of several forwards."""
-        self.lengths = Lengths(self.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -116,7 +90,7 @@ class _Part:
         kwargs: dict[str, Any],
         attention: _Ulysses | None = None,
     ) -> Any:
-        hidden, args, kwargs = _take_hidden(args, kwargs)
+        hidden, args, kwargs = take_hidden(args, kwargs)
         # A cache would hold parts of sequences; Hugging Face's layers fill one in training, too, and nobody reads it.
         args = tuple(without_fresh_cache(layer, args))
         kwargs = dict(zip(kwargs, without_fresh_cache(layer, kwargs.values()), strict=True))
@@ -137,7 +111,7 @@ class _Part:
         kwargs = {name: _map_named(split_argument, name, value) for name, value in kwargs.items()}
         attention = attention or _Ulysses(self.stack)
         with (
-            _own_stream(self.stack, is_needed=layer.training and torch.is_grad_enabled()),
+            own_stream(self.stack.group, is_needed=layer.training and torch.is_grad_enabled()),
             _torch.slow_attention(),
             attention,
         ):
@@ -147,17 +121,17 @@ class _Part:
         return self._gather_exit(output) if self.is_last else output
 
     def _split_entry(self, hidden: Tensor) -> Tensor:
-        local = self.stack.lengths.add(hidden.shape[self.stack.dim])
-        return split(hidden, self.stack.dim, local, self.stack.group)
+        local = self.stack.lengths.add(hidden.shape[self.stack.lengths.dim])
+        return split(hidden, self.stack.lengths.dim, local, self.stack.group)
 
     def _gather_exit(self, output: Any) -> Any:
         if isinstance(output, tuple):
             return (self._gather_exit(output[0]), *output[1:])
-        return gather(output, self.stack.dim, self._whole_length(output), self.stack.group)
+        return gather(output, self.stack.lengths.dim, self._whole_length(output), self.stack.group)
 
     def _whole_length(self, part: Tensor) -> int:
         lengths = self.stack.lengths.whole
-        if part.shape[self.stack.dim] not in lengths:
+        if part.shape[self.stack.lengths.dim] not in lengths:
             raise ConfigurationError(
                 [
                     f"{self.path}: hidden states of shape {tuple(part.shape)} are no part of a sequence that was split "
@@ -165,7 +139,7 @@ class _Part:
                     "not run one after the other from first to last; give context=1"
                 ]
             )
-        return lengths[part.shape[self.stack.dim]]
+        return lengths[part.shape[self.stack.lengths.dim]]
 
     def _split_argument(self, name: str, value: Any, *, length: int, hidden: Tensor) -> Any:
         """Split what runs along the sequence: positions, rotary tables, a second sequence. Masks stay whole."""
@@ -174,8 +148,8 @@ class _Part:
         if "mask" in name and "padding" not in name:
             return value
         if value.ndim == hidden.ndim and value.shape[-1] == hidden.shape[-1] and value.is_floating_point():
-            length = value.shape[self.stack.dim]  # another sequence of hidden states, such as an encoder's
-            dims = [self.stack.dim]
+            length = value.shape[self.stack.lengths.dim]  # another sequence of hidden states, such as an encoder's
+            dims = [self.stack.lengths.dim]
         else:
             dims = [dim for dim, size in enumerate(value.shape) if size == length]
         if len(dims) != 1:
@@ -201,14 +175,14 @@ class _Part:
             with torch.no_grad(), _torch.slow_attention(), _torch.without_dispatch_modes():
                 whole = _first(forward(hidden, *args, **kwargs))
                 for dim in _sequence_dims(layer):
-                    self.stack.dim = dim
+                    self.stack.lengths.dim = dim
                     messages.append(self._compare(alone, layer, forward, (hidden, *args), kwargs, whole))
                     if not messages[-1]:
                         break
         finally:
             for child, mode in modes.items():
                 child.training = mode
-        self.stack.forget()
+        self.stack.lengths.forget()
         if messages[-1]:
             raise ConfigurationError(messages[:1])
 
@@ -231,15 +205,7 @@ class _Part:
                 f"{self.path} ({_torch.class_name(layer)}) fails on a part of the sequence: {error}. Shapes, masks or "
                 "positions that it makes by itself are those of whole sequences; give context=1"
             )
-        return _difference(self.path, layer, ours, whole, self.stack.dim)
-
-
-def _take_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    """What runs through the stack, and the other arguments: the first argument, by position or by name."""
-    if args:
-        return args[0], args[1:], kwargs
-    name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
-    return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
+        return _difference(self.path, layer, ours, whole, self.stack.lengths.dim)
 
 
 def _sequence_dims(layer: nn.Module) -> list[int]:
@@ -361,16 +327,3 @@ def _head_violation(query: Tensor, key: Tensor, num_ranks: int) -> str:
         f"context={num_ranks} cannot share {heads} heads and {kv_heads} heads of keys and values; possible: "
         f"{', '.join(map(str, legal))}"
     )
-
-
-@contextlib.contextmanager
-def _own_stream(stack: SplitStack, *, is_needed: bool) -> Iterator[None]:
-    """Other random numbers on each part of the sequence, from a seed that its ranks draw alike."""
-    if not is_needed:
-        yield
-        return
-    seed = int(torch.randint(2**62, ()))
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed_of_part(seed, stack.rank))
-        yield

@@ -1,0 +1,62 @@
+"""What runs through a stack of layers, and how long it is where each rank has a part of it. Layer 1."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_parallel.randomness import seed_of_part
+
+
+@dataclass
+class Lengths:
+    """The lengths of the sequences that are split now: local length -> whole length.
+
+    Args:
+        num_ranks: How many ranks share a sequence.
+        whole: What is known of them.
+        dim: Which dimension of hidden states is the sequence.
+    """
+
+    num_ranks: int
+    whole: dict[int, int] = field(default_factory=dict)
+    dim: int = 1
+
+    def add(self, length: int) -> int:
+        """The local length of a sequence of `length`; sequences of two lengths never get the same."""
+        local = -(-length // self.num_ranks)
+        while self.whole.get(local, length) != length:
+            local += 1
+        self.whole[local] = length
+        return local
+
+    def forget(self) -> None:
+        """Forget the lengths of a step that has ended; backward may need those of several forwards."""
+        self.whole = {}
+
+
+def take_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    """What runs through the stack, and the other arguments: the first argument, by position or by name."""
+    if args:
+        return args[0], args[1:], kwargs
+    name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
+    return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
+
+
+@contextlib.contextmanager
+def own_stream(group: ProcessGroup, *, is_needed: bool) -> Iterator[None]:
+    """Other random numbers on each part of the sequence, from a seed that its ranks draw alike."""
+    if not is_needed:
+        yield
+        return
+    seed = int(torch.randint(2**62, ()))
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed_of_part(seed, group.rank()))
+        yield

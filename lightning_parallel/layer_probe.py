@@ -1,0 +1,91 @@
+"""What a layer computes, to be compared with what it computes when it is split. Layer 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from lightning_parallel.caches import is_cache
+
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+_TOLERANCE_OF_HALF = 5e-2
+REMEDY = "leave the maps concerned out of tensor_plan, or give tensor=1"
+
+
+class LayerProbe:
+    """What a layer computes from given arguments: its result, and the gradients of hidden states and parameters.
+
+    Args:
+        layer: The layer, for its parameters.
+        run: Runs it on arguments and arguments by name.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+    """
+
+    def __init__(self, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        inputs: list[Tensor] = []
+
+        def fresh(tensor: Tensor) -> Tensor:
+            copy = tensor.detach()
+            if (tensor.is_floating_point() and tensor.requires_grad) or (tensor.is_floating_point() and not inputs):
+                copy.requires_grad_()
+                inputs.append(copy)
+            return copy
+
+        args, kwargs = tree_map_only(Tensor, fresh, tree_map(_without_cache, (args, kwargs)))
+        output = run(args, kwargs)
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self.results = [result.detach() for result in results]
+        parameters = {n: p for n, p in layer.named_parameters() if p.requires_grad}
+        waves = [torch.linspace(-1, 1, r.numel(), device=r.device).cos().view(r.shape).to(r.dtype) for r in results]
+        gradients = torch.autograd.grad(results, [*inputs, *parameters.values()], waves, allow_unused=True)
+        names = [*("hidden states" for _ in inputs), *parameters]
+        self.gradients = [
+            (name, None if g is None else _whole(g).detach()) for name, g in zip(names, gradients, strict=True)
+        ]
+
+    def difference(self, whole: LayerProbe) -> str:
+        """In words, where this differs from `whole`; empty if it does not."""
+        if len(self.results) != len(whole.results):
+            return f"has {len(self.results)} results in place of {len(whole.results)} when it is split; {REMEDY}"
+        for ours, theirs in zip(self.results, whole.results, strict=True):
+            if message := _difference("its result", ours, theirs):
+                return message
+        largest = max((float(g.abs().max()) for _, g in whole.gradients if g is not None), default=0.0)
+        for (name, ours), (_, theirs) in zip(self.gradients, whole.gradients, strict=True):
+            if (ours is None) != (theirs is None):
+                return f"has {'no' if ours is None else 'a'} gradient of {name} when it is split; {REMEDY}"
+            if ours is not None and theirs is not None:
+                message = _difference(f"the gradient of {name}", ours, theirs, scale=largest / 10)
+                if message:
+                    return message
+        return ""
+
+
+def _without_cache(value: Any) -> Any:
+    """A probe would fill a cache of keys and values a second time."""
+    return None if is_cache(value) else value
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def _difference(what: str, ours: Tensor, whole: Tensor, *, scale: float = 1e-6) -> str:
+    """In words, where `ours` differs; `scale` is what counts as a size where `whole` is zero in exact arithmetic."""
+    if ours.shape != whole.shape:
+        return f"computes {what} as {tuple(ours.shape)} in place of {tuple(whole.shape)} when it is split; {REMEDY}"
+    allowed = _TOLERANCE.get(whole.dtype, _TOLERANCE_OF_HALF) * max(float(whole.abs().max()), scale)
+    errors = (ours - whole).abs().float()
+    if float(errors.max()) <= allowed:
+        return ""
+    begin = tuple(int(index) for index in (errors > allowed).nonzero()[0])
+    return (
+        f"computes something else when its linear maps are split: {what} differs by {float(errors.max()):.2g} where "
+        f"{allowed:.2g} is allowed, from index {begin} on; {REMEDY}"
+    )
