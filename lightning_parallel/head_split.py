@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.exchange import collect, contiguous_backward, leave
 from lightning_parallel.tensor_borders import WholeBorders
+from lightning_parallel.tensor_exchange import collect, contiguous_backward, leave
 
 _attention = F.scaled_dot_product_attention
 

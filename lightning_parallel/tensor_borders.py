@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from lightning_parallel.exchange import (
+from lightning_parallel.hidden_states import Lengths, own_stream, take_hidden
+from lightning_parallel.tensor_exchange import (
     add_parts,
     as_summand,
     chunk,
@@ -31,7 +32,6 @@ from lightning_parallel.exchange import (
     shared_gradient,
     whole_of_parts,
 )
-from lightning_parallel.hidden_states import Lengths, own_stream, take_hidden
 
 
 class WholeBorders:

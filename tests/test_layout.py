@@ -13,7 +13,7 @@ LAYERS = (
     ("degrees", "_torch"),
     ("layers", "caches", "mesh", "precision", "footprint", "init_record", "layer_trace"),
     ("memory", "updates", "randomness", "exchange", "tensor_plan", "layer_probe"),
-    ("hidden_states",),
+    ("hidden_states", "tensor_exchange"),
     ("tensor_borders",),
     ("head_split",),
     ("techniques", "checkpoint", "data"),

@@ -13,6 +13,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_parallel.degrees import Degrees
 from lightning_parallel.init_record import InitRecord
 from lightning_parallel.memory import host_memory
 from lightning_parallel.parallelize import LayerPolicies
@@ -116,6 +117,22 @@ def layer_policy_violations(policies: LayerPolicies, device: torch.device) -> li
         *compile_violations(policies.compile),
         *float8_violations(policies.float8, device),
     ]
+
+
+def tensor_violations(degrees: Degrees, *, has_plan: bool, sequence: bool, float8: str | None) -> list[str]:
+    """Reasons that lie in what was given beside ``tensor``."""
+    found = []
+    if degrees.tensor == 1:
+        given = {"tensor_plan": has_plan, "sequence=True": sequence}
+        found += [f"{name} is for tensor > 1, but tensor=1; leave it out" for name, is_on in given.items() if is_on]
+    elif float8 not in (None, "none"):
+        found.append(f"float8 with tensor={degrees.tensor} is not available in this version; give one of the two")
+    if sequence and degrees.context != 1:
+        found.append(
+            f"sequence=True with context={degrees.context}: sequences are split over other ranks already; give one of "
+            "the two"
+        )
+    return found
 
 
 def in_backward_violations(module: LightningModule, *, offloads_optimizer: bool) -> list[str]:

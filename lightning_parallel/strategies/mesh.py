@@ -37,6 +37,7 @@ from lightning_parallel.strategies.admission import (
     in_backward_violations,
     layer_policy_violations,
     rank_share_of_host_memory,
+    tensor_violations,
     unshardable_violations,
 )
 from lightning_parallel.strategies.evaluation import leave_inference_mode
@@ -153,27 +154,17 @@ class MeshStrategy(SteppingStrategy):
     def _option_violations(self, degrees: Degrees | None) -> list[str]:
         shard = degrees.shard if degrees is not None and isinstance(degrees.shard, int) else None
         found = reshard_violations(self._reshard, shard) if shard is not None else []
-        found += self._tensor_violations(degrees)
+        if degrees is not None:
+            found += tensor_violations(
+                degrees,
+                has_plan=self._tensor_plan is not None,
+                sequence=self._sequence,
+                float8=self._layer_policies.float8,
+            )
         found += offload_violations(self._offload)
         found += layer_policy_violations(self._layer_policies, self.root_device)
         found += accumulation_violations(self._step_policies.accumulation_sync)
         return [*found, *precision_violations(self.precision_plugin.precision)]
-
-    def _tensor_violations(self, degrees: Degrees | None) -> list[str]:
-        if degrees is None:
-            return []
-        found = []
-        if degrees.tensor == 1:
-            given = {"tensor_plan": self._tensor_plan is not None, "sequence=True": self._sequence}
-            found += [f"{name} is for tensor > 1, but tensor=1; leave it out" for name, is_on in given.items() if is_on]
-        elif self._layer_policies.float8 not in (None, "none"):
-            found.append(f"float8 with tensor={degrees.tensor} is not available in this version; give one of the two")
-        if self._sequence and degrees.context != 1:
-            found.append(
-                f"sequence=True with context={degrees.context}: sequences are split over other ranks already; give one "
-                "of the two"
-            )
-        return found
 
     @override
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
