@@ -18,6 +18,7 @@ from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.tensor_borders import WholeBorders
 from lightning_parallel.tensor_exchange import collect, contiguous_backward, leave
 
+_BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _attention = F.scaled_dot_product_attention
 
 
@@ -42,6 +43,8 @@ class HeadSplit(TorchFunctionMode):
         has_parts = any(isinstance(tensor, DTensor) for tensor in tensors)
         if func is _attention and has_parts:
             return self._attend(*args, **kwargs)
+        if func in _BACKWARD:  # these take tensors as they are: a copy has no gradient
+            return func(*args, **kwargs)
         if has_parts and not all(isinstance(tensor, DTensor) for tensor in tensors):
             args, kwargs = tree_map_only(Tensor, self._as_whole, (args, kwargs))
         return func(*args, **kwargs)

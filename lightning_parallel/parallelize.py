@@ -37,6 +37,7 @@ from lightning_parallel.techniques.sharding import (
     unreduced_parameters,
 )
 from lightning_parallel.techniques.tensor import apply_tensor
+from lightning_parallel.techniques.vocabulary import apply_vocabulary, keep_split
 from lightning_parallel.tensor_plan import plan_tensor
 
 
@@ -184,6 +185,9 @@ def parallelize(
     if mesh.tensor is not None:
         tensor_plan = plan_tensor(module, anatomy, policies.tensor_plan, degree=mesh.tensor.size())
         lengths += apply_tensor(stacks, tensor_plan, mesh.tensor, sequence=policies.sequence)
+        if tensor_plan.tables:
+            apply_vocabulary({path: module.get_submodule(path) for path in tensor_plan.tables}, mesh.tensor)
+            keep_split(module, ("forward", *policies.step_methods), mesh.tensor)
     tensor.close()
     context = Footprint(module)
     if mesh.context_group is not None:

@@ -19,6 +19,7 @@ from lightning_parallel.layer_trace import LayerTrace, is_transposed, linear_map
 from lightning_parallel.layers import Anatomy
 
 ROLES = ("colwise", "rowwise", "replicate")
+VOCABULARY = "vocab"
 _HUGGING_FACE = {"colwise": "colwise", "rowwise": "rowwise"}
 _HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "heads", "nhead")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
@@ -38,6 +39,11 @@ class TensorPlan:
     roles: dict[str, str]
     source: str
     violations: list[str] = field(default_factory=list)
+
+    @property
+    def tables(self) -> list[str]:
+        """Paths of what is split by tokens."""
+        return [path for path, role in self.roles.items() if role == VOCABULARY]
 
     def below(self, path: str) -> dict[str, str]:
         """The part of the plan in the layer at `path`, by path in that layer."""
@@ -67,6 +73,11 @@ def plan_tensor(
     size = degree if isinstance(degree, int) else 1
     maps = {f"{layer}.{path}": m for layer in anatomy.layers for path, m in linear_maps(module.get_submodule(layer))}
     heads = _declared_heads(module, maps, size)
+    tables, violations = _vocabulary(module, anatomy, given or {}, size)
+    if tables or violations:
+        rest = {pattern: role for pattern, role in (given or {}).items() if role != VOCABULARY}
+        plan = plan_tensor(module, anatomy, rest or None, degree=degree)
+        return TensorPlan({**plan.roles, **tables}, plan.source, [*plan.violations, *violations])
     if given is not None:
         roles, violations = _from_dict(given, maps)
         return _checked(TensorPlan(roles, "tensor_plan", violations), maps, heads, size)
@@ -101,6 +112,41 @@ def _from_dict(given: Mapping[str, str], maps: Mapping[str, nn.Module]) -> tuple
             violations.append(f"tensor_plan: {role!r} for {pattern!r} is unknown; possible: {', '.join(ROLES)}")
         roles |= {p: "heads" if isinstance(maps[p], nn.MultiheadAttention) else role for p in named}
     return {path: role for path, role in roles.items() if role != "replicate"}, violations
+
+
+def _vocabulary(
+    module: nn.Module, anatomy: Anatomy, given: Mapping[str, str], size: int
+) -> tuple[dict[str, str], list[str]]:
+    """The embeddings and heads that `given` splits by tokens, with those that share a weight with them."""
+    outside = {
+        path: child
+        for path, child in module.named_modules()
+        if isinstance(child, nn.Embedding | nn.Linear) and not any(path.startswith(f"{x}.") for x in anatomy.layers)
+    }
+    roles: dict[str, str] = {}
+    violations = []
+    for pattern in (pattern for pattern, role in given.items() if role == VOCABULARY):
+        named = [path for path in outside if _matches(pattern, path)]
+        if not named:
+            violations.append(
+                f"tensor_plan: {pattern!r} names no embedding or head outside of the layers; there are "
+                f"{', '.join(outside) or 'none'}"
+            )
+        weights = {id(outside[path].weight) for path in named}
+        roles |= {path: VOCABULARY for path, child in outside.items() if id(child.weight) in weights}
+    for path in roles:
+        child: Any = outside[path]
+        if child.weight.shape[0] % size:
+            violations.append(
+                f"tensor={size} does not divide the {child.weight.shape[0]} tokens of {path}; possible: "
+                f"{_divisors(child.weight.shape[0])}"
+            )
+        if getattr(child, "max_norm", None) is not None or getattr(child, "sparse", False):
+            violations.append(f"{path}: an embedding with max_norm or sparse gradients is not split; leave it out")
+        others = [n for n, p in module.named_parameters(remove_duplicate=False) if p is child.weight]
+        if strangers := [name for name in others if name.removesuffix(".weight") not in roles]:
+            violations.append(f"{path} is not split: {strangers[0]} is the same parameter")
+    return roles, violations
 
 
 def _from_model(module: nn.Module, maps: Mapping[str, nn.Module]) -> dict[str, str]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel import _torch
 
@@ -66,12 +67,17 @@ def reduce_gradients(parameters: Sequence[nn.Parameter], group: ProcessGroup) ->
         if is_used:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            by_dtype[parameter.dtype].append(parameter.grad)
+            by_dtype[parameter.dtype].append(_local(parameter.grad))
     for gradients in by_dtype.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(group.size())
         dist.all_reduce(flat, group=group)
         for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(mean.view_as(gradient))
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """The memory of a gradient, of which other ranks may hold other parts."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
