@@ -139,7 +139,7 @@ def test_split_sequences_send_the_same_in_halves(ranks: Any) -> None:
 def test_the_loss_of_split_logits_gathers_none(ranks: Any) -> None:
     found = ranks(2).run(collectives, "tp_custom:tensor_plan={head: vocab}")[0]
     whole = ranks(2).run(collectives, "tp_custom")[0]
-    assert found["gather"] == whole["gather"]
+    assert found.get("gather") == whole.get("gather")
     assert found["all_reduce"] == [2 * 3 + 2, 2 * 3 + 1]  # the largest and the sums; the gradient of hidden states
 
 
