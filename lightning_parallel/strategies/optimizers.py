@@ -57,13 +57,13 @@ def _strangers(optimizers: Sequence[Optimizer], module: nn.Module) -> list[str]:
 
 
 def _separate_mixed_groups(optimizer: Optimizer) -> None:
-    """Torch's fused and foreach steps take no list of sharded and whole parameters: step one by one there."""
+    """Torch's fused and foreach steps take no parameters of several meshes, or of none: step one by one there."""
     for group in optimizer.param_groups:
-        kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
+        kinds = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}
         given = [name for name in ("foreach", "fused") if group.get(name)]
-        if len(kinds) == 2 and given:
+        if len(kinds) > 1 and given:
             group.update(dict.fromkeys(given, False))
             rank_zero_info(
-                f"{type(optimizer).__name__}: a group holds sharded and whole parameters, so {' and '.join(given)} "
+                f"{type(optimizer).__name__}: a group holds parameters that are sharded in different ways, so {' and '.join(given)} "
                 "is off there"
             )
