@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -47,7 +47,17 @@ class HeadSplit(TorchFunctionMode):
             return func(*args, **kwargs)
         if has_parts and not all(isinstance(tensor, DTensor) for tensor in tensors):
             args, kwargs = tree_map_only(Tensor, self._as_whole, (args, kwargs))
-        return func(*args, **kwargs)
+        if not has_parts:
+            return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:  # torch has no rule for parts; a second error is the code's own
+            args, kwargs = tree_map_only(DTensor, self._gathered, (args, kwargs))
+            return func(*args, **kwargs)
+
+    def _gathered(self, tensor: Any) -> Tensor:
+        whole: Tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+        return whole
 
     def _as_whole(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor):

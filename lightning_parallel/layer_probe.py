@@ -2,19 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from lightning_parallel import _torch
 from lightning_parallel.caches import is_cache
 
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+"""Of the largest element. Layers compute parts in fp32 even where all they are given is fp64."""
 _TOLERANCE_OF_HALF = 5e-2
-REMEDY = "leave the maps concerned out of tensor_plan, or give tensor=1"
+REMEDY = "leave the maps concerned out of tensor_plan, or give sequence=False or tensor=1"
+
+
+@contextlib.contextmanager
+def probing(layer: nn.Module, arguments: Any, *, doubles: bool) -> Iterator[Any]:
+    """While this is open, `layer` can be run for comparison: without dropout, unseen by whoever counts or recomputes.
+
+    In fp64, what two orders of summation differ by is so small that a real difference, however slight, shows.
+
+    Args:
+        layer: The layer; its parameters may be DTensors.
+        arguments: What it is given.
+        doubles: Whether to compute in fp64, where the layer can.
+
+    Yields:
+        The arguments to run it on.
+    """
+    modes = {child: child.training for child in layer.modules()}
+    tables: list[dict[str, Any]] = [t for child in layer.modules() for t in (child._parameters, child._buffers)]
+    before = [(table, dict(table)) for table in tables] if doubles else []
+    device = next((leaf.device.type for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), "cpu")
+    try:
+        layer.eval()
+        for table, tensors in before:
+            table.update({name: _double(tensor) for name, tensor in tensors.items()})
+        with _torch.without_dispatch_modes(), saved_tensors_hooks(_same, _same), torch.autocast(device, enabled=False):
+            yield tree_map_only(Tensor, _double, arguments) if doubles else arguments
+    finally:
+        for table, tensors in before:
+            table.update(tensors)
+        for child, mode in modes.items():
+            child.training = mode
+
+
+def _double(tensor: Any) -> Any:
+    if tensor is None or not tensor.is_floating_point():
+        return tensor
+    double = tensor.detach().double()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(double, tensor.requires_grad)
+    return double.requires_grad_(tensor.requires_grad)
+
+
+def _same(saved: Any) -> Any:
+    return saved
 
 
 class LayerProbe:

@@ -1,8 +1,9 @@
-"""What flows from linear map to linear map inside one layer, found by running it on the meta device. Layer 1."""
+"""What flows from linear map to linear map inside one layer, found by running it on tensors without memory. Layer 1."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _attention = F.scaled_dot_product_attention
+_LENGTH = 4
 
 
 def is_transposed(linear: nn.Module) -> bool:
@@ -23,16 +25,20 @@ def is_transposed(linear: nn.Module) -> bool:
 
 
 def linear_maps(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The linear maps of `layer` by path in it, and each `nn.MultiheadAttention` as one."""
+    """The linear maps of `layer` by path in it, and each `nn.MultiheadAttention` as one.
+
+    A subclass of `nn.Linear` with a forward of its own is none: nobody knows what it does.
+    """
     inside: list[str] = []
     for path, child in layer.named_modules():
         if any(path.startswith(f"{outer}.") for outer in inside):
             continue
         if isinstance(child, nn.MultiheadAttention):
             inside.append(path)
-            if child.bias_k is None and not child.add_zero_attn:  # learned extra keys and values stay whole
+            # Learned extra keys and values stay whole, and so do weights that are computed.
+            if child.bias_k is None and not child.add_zero_attn and "weight" in child.out_proj._parameters:
                 yield path, child
-        elif isinstance(child, nn.Linear) or is_transposed(child):
+        elif "weight" in child._parameters and (type(child).forward is nn.Linear.forward or is_transposed(child)):
             yield path, child
 
 
@@ -98,29 +104,25 @@ class LayerTrace:
 
 
 def trace_layer(layer: nn.Module) -> LayerTrace:
-    """Run `layer` once on the meta device, on hidden states alone, and note what flows from map to map.
+    """Run `layer` once on hidden states alone, and note what flows from map to map.
 
+    It runs on the meta device, or, where its code asks for values, on the host, with parameters that take no memory.
     The layer is not changed; its parameters are not copied.
     """
-    ghost = _on_meta(layer)
-    widths: Counter[int] = Counter(
-        int(child.weight.shape[0 if is_transposed(child) else 1])  # type: ignore[index, union-attr]
-        for _, child in linear_maps(ghost)
-        if hasattr(child, "weight")
-    )
-    widths.update(child.embed_dim for _, child in linear_maps(ghost) if isinstance(child, nn.MultiheadAttention))
     reasons = []
-    for width, _ in widths.most_common(2):
-        for count in (1, 2):
-            trace = LayerTrace()
-            hidden = [torch.zeros(2, 4, width, device="meta", requires_grad=True) for _ in range(count)]
-            try:
-                _run(ghost, hidden, trace)
-            except Exception as error:
-                reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
-            else:
-                return trace
-    first = reasons[0] if reasons else "it has no linear maps"
+    for device in ("meta", "cpu"):
+        ghost = _ghost(layer, torch.device(device))
+        for width in _widths(ghost):
+            for args, kwargs in _arguments(ghost, width, torch.device(device)):
+                trace = LayerTrace()
+                try:
+                    with torch.device(device):
+                        _run(ghost, args, kwargs, trace)
+                except Exception as error:
+                    reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
+                else:
+                    return trace
+    first = reasons[0] if reasons else "it has no linear maps of torch's own kinds"
     return LayerTrace(
         failures=[
             f"could not be run on hidden states alone to see what flows through it ({first}); name its maps with "
@@ -129,7 +131,38 @@ def trace_layer(layer: nn.Module) -> LayerTrace:
     )
 
 
-def _run(layer: nn.Module, hidden: list[Tensor], trace: LayerTrace) -> None:
+def _widths(layer: nn.Module) -> list[int]:
+    """How wide hidden states may be, the likeliest first."""
+    found: Counter[int] = Counter()
+    for _, child in linear_maps(layer):
+        weight: Any = getattr(child, "weight", None)
+        found[child.embed_dim if weight is None else int(weight.shape[0 if is_transposed(child) else 1])] += 1  # type: ignore[index]
+    if found:
+        vectors = (p.shape[0] for p in layer.parameters() if p.ndim == 1)
+        found.update(size for size in vectors if size not in found)
+    return [width for width, _ in found.most_common(3)]
+
+
+def _arguments(layer: nn.Module, width: int, device: torch.device) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """What the layer may want: hidden states, those of a second sequence, rotary tables by Hugging Face's name."""
+
+    def states() -> Tensor:
+        return torch.zeros(2, _LENGTH, width, device=device, requires_grad=True)
+
+    parameters = list(inspect.signature(layer.forward).parameters.values())
+    required = [p.name for p in parameters[1:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    missing: dict[str, Any] = dict.fromkeys(required)
+    yield [states()], missing
+    if any(p.name == "position_embeddings" for p in parameters):
+        heads = {getattr(child, "head_dim", None) for child in layer.modules()}
+        parts = {head // part for head in heads if isinstance(head, int) for part in (1, 2, 4)}
+        for size in sorted(parts, reverse=True):
+            tables = (torch.ones(1, _LENGTH, size, device=device), torch.zeros(1, _LENGTH, size, device=device))
+            yield [states()], {**missing, "position_embeddings": tables}
+    yield [states(), states()], dict.fromkeys(required[1:])
+
+
+def _run(layer: nn.Module, args: list[Any], kwargs: dict[str, Any], trace: LayerTrace) -> None:
     handles = []
     for path, child in linear_maps(layer):
         trace.sources[path] = frozenset()
@@ -150,7 +183,7 @@ def _run(layer: nn.Module, hidden: list[Tensor], trace: LayerTrace) -> None:
         handles.append(child.register_forward_hook(after))
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]), _AttentionNoted(trace):
-            layer(*hidden)
+            layer(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()
@@ -206,11 +239,10 @@ def _sources(tensors: list[Tensor]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _on_meta(layer: nn.Module) -> nn.Module:
-    """A copy of `layer` on the meta device, all of whose parameters want gradients."""
-    tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+def _ghost(layer: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of `layer` on `device` whose tensors take no memory, and whose parameters want gradients."""
     memo: dict[int, Any] = {}
-    for tensor in tensors.values():
-        ghost = tensor.detach().to("meta")
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        ghost = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
         memo[id(tensor)] = nn.Parameter(ghost, ghost.is_floating_point()) if isinstance(tensor, nn.Parameter) else ghost
     return copy.deepcopy(layer, memo)

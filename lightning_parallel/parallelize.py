@@ -176,7 +176,9 @@ def parallelize(
         ConfigurationError: For tensors that cannot be made, and for parameters whose gradients nobody reduces.
     """
     sizes = {name: int(getattr(mesh.degrees, name)) for name in ("context", "tensor")}
-    check(stack_violations(module, policies.layer, tensor_plan=policies.tensor_plan, **sizes))
+    check(
+        stack_violations(module, policies.layer, tensor_plan=policies.tensor_plan, sequence=policies.sequence, **sizes)
+    )
     anatomy = find_layers(module, policies.layer.layers)
     stacks = [[(path, module.get_submodule(path)) for path in stack.layers] for stack in anatomy.stacks]
     synchronize_module(module, device)
@@ -260,6 +262,7 @@ def stack_violations(
     context: int = 1,
     tensor: int = 1,
     tensor_plan: Mapping[str, str] | None = None,
+    sequence: bool = False,
 ) -> list[str]:
     """Why `policies`, and layers over so many ranks, cannot be applied to `module`; empty if they can."""
     degrees = {name: degree for name, degree in (("context", context), ("tensor", tensor)) if degree != 1}
@@ -271,8 +274,10 @@ def stack_violations(
     if layers:
         compiles = policies.compile == "layers"
         plan = plan_tensor(module, anatomy, tensor_plan, degree=tensor) if tensor != 1 else None
+        repeats = len(layers) != len(set(layers))
         return [
             *(plan.violations if plan is not None else []),
+            *([_REPEATED] if repeats and (context != 1 or sequence) else []),
             *unfitting_violations(layers, policies.float8),
             *statistics_violations(layers, policies.recompute, compiles=compiles),
         ]
@@ -281,6 +286,12 @@ def stack_violations(
         f"{chosen} works layer by layer, and {type(module).__name__} has no stack of repeated layers; name one "
         "with layers='path.to.the.list' (a ModuleList or Sequential), or leave it out"
     ]
+
+
+_REPEATED = (
+    "a layer stands at several places of a stack, so it is not known where sequences are split and joined again; give "
+    "context=1 and sequence=False"
+)
 
 
 def _audit(module: nn.Module, plan: ShardingPlan, mesh: Mesh) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_parallel.hidden_states import Lengths, own_stream, take_hidden
@@ -104,11 +104,17 @@ class SequenceBorders(WholeBorders):
         self._is_first, self._is_last, self._lengths = is_first, is_last, lengths
         self._shape: torch.Size | None = None
         self._is_inside = False
+        self._arguments: list[Tensor] = []
 
     @override
     def enter(self, states: Tensor) -> Tensor:
-        if self._is_inside or states.shape != self._shape:
+        if self._is_inside or any(states is argument for argument in self._arguments):
             return states
+        if states.shape != self._shape:
+            raise RuntimeError(
+                f"a branch is given {tuple(states.shape)}, not the hidden states {tuple(self._shape or ())} of a part "
+                "of the positions"
+            )
         if self._entered is None or self._entered[0] is not states:
             whole = whole_of_parts(states, self._lengths.dim, self._length(states), self.group)
             self._entered = (states, whole)
@@ -129,12 +135,21 @@ class SequenceBorders(WholeBorders):
 
     @override
     def as_whole(self, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+        dim = self._lengths.dim
+        if tensor.ndim > dim + 1 and tensor.shape[dim] in self._lengths.whole and self._shape is not None:
+            self._refuse_mixing(tensor)
         return as_summand(tensor, mesh)
+
+    def _refuse_mixing(self, tensor: Tensor) -> None:
+        raise RuntimeError(
+            f"a tensor {tuple(tensor.shape)} of a part of the positions meets one of all positions inside the layer"
+        )
 
     @override
     def run_layer(self, layer: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         hidden, args, kwargs = take_hidden(args, kwargs)
         args, kwargs = tree_map_only(Tensor, self._enter_argument, (args, kwargs))
+        self._arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if self._is_first:
             local = self._lengths.add(hidden.shape[self._lengths.dim])
             hidden = part_of_whole(hidden, self._lengths.dim, local, self.group)
@@ -145,7 +160,10 @@ class SequenceBorders(WholeBorders):
                 output = function(hidden, *args, **kwargs)
         finally:
             self._entered = self._shape = None
+            self._arguments = []
         first, *others = output if isinstance(output, tuple) else (output,)
+        if isinstance(first, DTensor):
+            self._refuse_mixing(first)
         if self._is_last:
             first = rejoin(first, self._lengths.dim, self._length(first), self.group)
         others = tree_map_only(Tensor, self._leave_result, others)

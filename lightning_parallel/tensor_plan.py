@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,6 +73,7 @@ def plan_tensor(
     """
     size = degree if isinstance(degree, int) else 1
     maps = {f"{layer}.{path}": m for layer in anatomy.layers for path, m in linear_maps(module.get_submodule(layer))}
+    maps = _without_outside(module, maps)
     heads = _declared_heads(module, maps, size)
     tables, violations = _vocabulary(module, anatomy, given or {}, size)
     if tables or violations:
@@ -178,7 +180,8 @@ def _shape(linear: nn.Module) -> tuple[int, ...]:
 def _checked(plan: TensorPlan, maps: Mapping[str, nn.Module], heads: _Heads, size: int) -> TensorPlan:
     """The plan without what is whole after all, and with what does not divide."""
     violations = list(dict.fromkeys([*plan.violations, *heads.violations]))
-    roles = {path: role for path, role in plan.roles.items() if path not in heads.whole}
+    shared = _shared_otherwise(maps, plan.roles)
+    roles = {path: role for path, role in plan.roles.items() if path not in heads.whole and path not in shared}
     odd = [path for path, role in roles.items() if role != "heads" and _split_size(maps[path], role) % size]
     for path in odd[:4]:
         length = _split_size(maps[path], roles[path])
@@ -192,6 +195,23 @@ def _checked(plan: TensorPlan, maps: Mapping[str, nn.Module], heads: _Heads, siz
             "tensor_plan={'path.in.layer': 'colwise' or 'rowwise'}, or give tensor=1"
         )
     return TensorPlan(roles, plan.source, violations)
+
+
+def _without_outside(module: nn.Module, maps: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The maps that share no parameter with anything that is no map of a layer, such as an embedding."""
+    inside = {f"{path}.{name}" for path, linear in maps.items() for name, _ in linear.named_parameters()}
+    outside = {p for name, p in module.named_parameters(remove_duplicate=False) if name not in inside}
+    return {path: linear for path, linear in maps.items() if outside.isdisjoint(linear.parameters())}
+
+
+def _shared_otherwise(maps: Mapping[str, nn.Module], roles: Mapping[str, str]) -> set[str]:
+    """Maps that share a parameter with one of another role, or of none: these stay whole."""
+    by_parameter: dict[nn.Parameter, set[str]] = defaultdict(set)
+    for path, linear in maps.items():
+        for parameter in linear.parameters():
+            by_parameter[parameter].add(path)
+    unequal = [paths for paths in by_parameter.values() if len({roles.get(path) for path in paths}) > 1]
+    return {path for paths in unequal for path in paths}
 
 
 def _split_size(linear: nn.Module, role: str) -> int:

@@ -171,7 +171,9 @@ class MeshStrategy(SteppingStrategy):
         found = super().module_violations(module, is_fitting=is_fitting)
         found += layers_violations(module, self._layer_policies.layers)
         sizes = {name: getattr(self.degrees, name) for name in ("context", "tensor")}
-        found += stack_violations(module, self._layer_policies, tensor_plan=self._tensor_plan, **sizes)
+        found += stack_violations(
+            module, self._layer_policies, tensor_plan=self._tensor_plan, sequence=self._sequence, **sizes
+        )
         found += unshardable_violations(module)
         if self._step_policies.updates_in_backward and is_fitting:
             found += in_backward_violations(module, offloads_optimizer=self._step_policies.offloads_optimizer)

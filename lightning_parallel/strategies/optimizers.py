@@ -64,6 +64,6 @@ def _separate_mixed_groups(optimizer: Optimizer) -> None:
         if len(kinds) > 1 and given:
             group.update(dict.fromkeys(given, False))
             rank_zero_info(
-                f"{type(optimizer).__name__}: a group holds parameters that are sharded in different ways, so {' and '.join(given)} "
-                "is off there"
+                f"{type(optimizer).__name__}: a group holds parameters that are sharded in different ways, so "
+                f"{' and '.join(given)} is off there"
             )

@@ -27,9 +27,10 @@ from lightning_parallel.caches import is_cache, without_fresh_cache
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.exchange import exchange, gather, split
 from lightning_parallel.hidden_states import Lengths, own_stream, take_hidden
+from lightning_parallel.layer_probe import probing
 
 _attention = F.scaled_dot_product_attention
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 _TOLERANCE_OF_HALF = 5e-2
 
 
@@ -167,21 +168,23 @@ class _Part:
             ConfigurationError: If they differ, with where the difference begins.
         """
         self.stack.is_checked = True
-        modes = {child: child.training for child in layer.modules()}
-        layer.eval()
         alone = _Part(self.path, self.stack, is_first=True, is_last=True)
         messages = []
-        try:
-            with torch.no_grad(), _torch.slow_attention(), _torch.without_dispatch_modes():
-                whole = _first(forward(hidden, *args, **kwargs))
+        for doubles in (True, False):
+            arguments = ((hidden, *args), kwargs)
+            with torch.no_grad(), _torch.slow_attention(), probing(layer, arguments, doubles=doubles) as (given, named):
+                try:
+                    whole = _first(forward(*given, **named))
+                except Exception:
+                    if doubles:
+                        continue  # not everything computes in fp64
+                    raise
                 for dim in _sequence_dims(layer):
                     self.stack.lengths.dim = dim
-                    messages.append(self._compare(alone, layer, forward, (hidden, *args), kwargs, whole))
+                    messages.append(self._compare(alone, layer, forward, given, named, whole))
                     if not messages[-1]:
                         break
-        finally:
-            for child, mode in modes.items():
-                child.training = mode
+                break
         self.stack.lengths.forget()
         if messages[-1]:
             raise ConfigurationError(messages[:1])

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -32,7 +31,7 @@ from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.head_split import HeadSplit, attend_multihead
 from lightning_parallel.hidden_states import Lengths
-from lightning_parallel.layer_probe import REMEDY, LayerProbe
+from lightning_parallel.layer_probe import REMEDY, LayerProbe, probing
 from lightning_parallel.layer_trace import is_transposed
 from lightning_parallel.tensor_borders import SequenceBorders, WholeBorders
 from lightning_parallel.tensor_plan import TensorPlan
@@ -60,7 +59,7 @@ def apply_tensor(
     for number, stack in enumerate(stacks):
         for index, (path, layer) in enumerate(stack):
             roles = plan.below(path)
-            if not roles and not sequence:
+            if (not roles and not sequence) or any(layer is earlier for _, earlier in stack[:index]):
                 continue
             flow = flows.setdefault((number, type(layer), tuple(roles.items())), Flow(path, mesh))
             is_first, is_last = index == 0, index == len(stack) - 1
@@ -219,41 +218,50 @@ def _splitting(self: Any, split: SplitLayer, cls: type[Any], *args: Any, **kwarg
 
 @_torch.not_compiled
 def _check(layer: nn.Module, split: SplitLayer, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Compare the split layer with its unsplit self, without dropout; choose what runs between its maps.
+    """Compare the split layer with its unsplit self; choose what runs between its maps.
 
     Raises:
         ConfigurationError: If they differ either way, with where the difference begins.
     """
-    args, kwargs = split.borders.whole_arguments(args, kwargs)
-    modes = {child: child.training for child in layer.modules()}
-    layer.eval()
-    borders, failures = split.borders, []
+    arguments = split.borders.whole_arguments(args, kwargs)
+    borders, failure = split.borders, ""
+    run = functools.partial(split.run, layer, function)
     try:
-        with torch.enable_grad(), _torch.without_dispatch_modes(), saved_tensors_hooks(_same, _same):
-            with _whole(layer, split):
-                whole = LayerProbe(layer, functools.partial(split.run, layer, function), args, kwargs)
-            split.borders = borders.alone()
-            for dim, is_local in itertools.product(_sequence_dims(layer, split), (True, False)):
-                split.flow.is_local = is_local
-                if split.lengths is not None:
-                    split.lengths.dim = dim
-                failures.append(_compare(layer, split, function, args, kwargs, whole))
-                if not failures[-1]:
-                    break
+        for doubles in (True, False):
+            with torch.enable_grad(), probing(layer, arguments, doubles=doubles) as (args, kwargs):
+                try:
+                    with _whole(layer, split):
+                        whole = LayerProbe(layer, run, args, kwargs)
+                except Exception:
+                    if doubles:
+                        continue  # not everything computes in fp64
+                    raise
+                split.borders = borders.alone()
+                failure = _choose_flow(layer, split, functools.partial(LayerProbe, layer, run, args, kwargs), whole)
+                break
     finally:
         split.borders = borders
-        for child, mode in modes.items():
-            child.training = mode
-    if failures[-1]:
-        raise ConfigurationError([f"{split.path} ({_torch.class_name(layer)}) {failures[-1]}"])
+    if failure:
+        raise ConfigurationError([f"{split.path} ({_torch.class_name(layer)}) {failure}"])
     split.flow.is_checked = True
 
 
-def _compare(
-    layer: nn.Module, split: SplitLayer, function: Callable[..., Any], args: Any, kwargs: Any, whole: LayerProbe
-) -> str:
+def _choose_flow(layer: nn.Module, split: SplitLayer, probe: Callable[[], LayerProbe], whole: LayerProbe) -> str:
+    """Find what runs between the maps so that nothing changes. Returns why nothing does, or an empty text."""
+    failure = ""
+    for dim, is_local in itertools.product(_sequence_dims(layer, split), (True, False)):
+        split.flow.is_local = is_local
+        if split.lengths is not None:
+            split.lengths.dim = dim
+        failure = _compare(split, probe, whole)
+        if not failure:
+            break
+    return failure
+
+
+def _compare(split: SplitLayer, probe: Callable[[], LayerProbe], whole: LayerProbe) -> str:
     try:
-        failure = LayerProbe(layer, functools.partial(split.run, layer, function), args, kwargs).difference(whole)
+        failure = probe().difference(whole)
     except (RuntimeError, AssertionError, IndexError, KeyError, ValueError, TypeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         failure = f"fails when its linear maps are split over ranks: {reason[0]}; {REMEDY}"
@@ -270,10 +278,6 @@ def _sequence_dims(layer: nn.Module, split: SplitLayer) -> Sequence[int]:
         return (split.lengths.dim,)
     is_batch_first = all(c.batch_first for c in layer.modules() if isinstance(c, nn.MultiheadAttention))
     return (1, 0) if is_batch_first else (0, 1)
-
-
-def _same(saved: Any) -> Any:
-    return saved  # whoever recomputes activations must not count those of a probe
 
 
 @contextlib.contextmanager
