@@ -25,6 +25,7 @@ from tests.parity import STEPS, TOLERANCE, Outcome, Recorder, difference, is_mov
 from tests.test_context import MODULES as CONTEXT_MODULES
 from tests.test_context import CountsSamples, Llama, batches, lifecycle
 
+KINDS = {"all_gather": "gather", "all_reduce": "all_reduce", "reduce_scatter": "reduce_scatter"}
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
 
@@ -266,11 +267,16 @@ def test_own_plan(ranks: Any, plan: str) -> None:
 
 
 class BetweenPeers(Collectives):
-    """Of a step, what ranks send that share each layer."""
+    """Of a step, what ranks send that share each layer, of their own accord or inside of an operation on DTensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # DTensors first: then what they send is seen here
+        name = func.overloadpacket.__name__
+        if func.namespace == "_c10d_functional" and (kind := next((kind for part, kind in KINDS.items() if part in name), "")):
+            self.counts[kind, torch.float32] += 1
         groups = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)]
-        sizes = {dist.ProcessGroup.unbox(group).size() for group in groups if _is_group(group)}
+        sizes = {dist.ProcessGroup.unbox(group).size() for group in groups if "ProcessGroup" in str(group._type())}
         if func.namespace == "c10d" and 2 not in sizes:
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -280,10 +286,6 @@ class BetweenPeers(Collectives):
         for (kind, _), number in self.counts.items():
             found[kind] = found.get(kind, 0) + number
         return found
-
-
-def _is_group(handle: Any) -> bool:
-    return "ProcessGroup" in str(handle._type())
 
 
 def sent(case: str) -> tuple[dict[str, int], dict[str, int]]:
@@ -309,19 +311,28 @@ def sent(case: str) -> tuple[dict[str, int], dict[str, int]]:
     return forward.by_kind(), backward.by_kind()
 
 
-@pytest.mark.parametrize(("case", "layers"), [("llama", 3), ("qwen3", 2), ("hard", 3), ("bert", 2)])
-def test_two_all_reduces_a_layer_each_way(ranks: Any, case: str, layers: int) -> None:
-    """With maps of their own for queries, keys and values, and nothing else between the ranks that share a layer."""
-    for forward, backward in ranks(2).run(sent, case):
-        assert forward == {"all_reduce": 2 * layers}
-        assert backward == {"all_reduce": 2 * layers}
-
-
-def test_packed_weights_are_gathered(ranks: Any) -> None:
-    """`nn.MultiheadAttention` packs its weights, and so its biases: each is gathered, and its gradient scattered."""
-    for forward, backward in ranks(2).run(sent, "encoder"):
-        assert forward == {"all_reduce": 2 * 3, "gather": 2 * 3}
-        assert backward == {"all_reduce": 2 * 3, "reduce_scatter": 2 * 3}
+@pytest.mark.parametrize(
+    ("case", "layers", "forward", "backward"),
+    [
+        ("llama", 3, {"all_reduce": 2}, {"all_reduce": 2}),
+        ("hard", 3, {"all_reduce": 2}, {"all_reduce": 2}),
+        ("bert", 2, {"all_reduce": 2}, {"all_reduce": 2}),
+        # The norms over a head of queries and of keys: each rank has the gradient of its heads.
+        ("qwen3", 2, {"all_reduce": 2}, {"all_reduce": 2 + 2}),
+        # The head of keys and that of values are whole, and each rank has the gradient of its queries.
+        ("one_key_head", 3, {"all_reduce": 2}, {"all_reduce": 2 + 2}),
+        # Parts of a map for queries, keys and values together are no heads: its result is gathered.
+        ("byte_gpt", 3, {"all_reduce": 2, "gather": 1}, {"all_reduce": 2 + 3}),
+        # `nn.MultiheadAttention` packs its weights, and so its biases: each is gathered, and its gradient scattered.
+        ("encoder", 3, {"all_reduce": 2, "gather": 2}, {"all_reduce": 2, "reduce_scatter": 2}),
+    ],
+)
+def test_collectives_of_a_layer(
+    ranks: Any, case: str, layers: int, forward: dict[str, int], backward: dict[str, int]
+) -> None:
+    """Nothing but these goes on between the ranks that share a layer."""
+    for found in ranks(2).run(sent, case):
+        assert found == tuple({kind: layers * n for kind, n in each.items()} for each in (forward, backward))
 
 
 class Held(Callback):
