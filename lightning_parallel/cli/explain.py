@@ -102,19 +102,24 @@ def _placement(linear: Any, role: str, size: int) -> str:
 
 def _collectives(module: nn.Module, stack: Stack, plan: TensorPlan) -> list[str]:
     layers: defaultdict[str, list[str]] = defaultdict(list)
-    for layer in stack.layers:
-        roles = plan.below(layer)
-        branches = [name for name, role in roles.items() if role in ("rowwise", "heads")]
-        heads: list[Any] = [module.get_submodule(f"{layer}.{name}") for name, role in roles.items() if role == "heads"]
-        packed = sum(
-            1 for each in heads for name in ("in_proj_weight", "in_proj_bias") if getattr(each, name, None) is not None
-        )
-        text = f"forward {len(branches)} all-reduces ({', '.join(branches)})" if branches else "no branch is closed" if roles else "not split"
-        text += f", {packed} all-gathers of packed weights" if packed else ""
-        text += f"; backward {len(branches)} all-reduces" if branches else ""
-        text += f", {packed} reduce-scatters" if packed else ""
-        layers[text].append(layer)
+    for path in stack.layers:
+        layers[_sent(module.get_submodule(path), plan.below(path))].append(path)
     return [f"  {_once(stack, paths)}: {text}" for text, paths in layers.items()]
+
+
+def _sent(layer: nn.Module, roles: dict[str, str]) -> str:
+    """What the branches of `layer` send: each ends with a sum over the ranks, and begins with one in backward."""
+    branches = [name for name, role in roles.items() if role in ("rowwise", "heads")]
+    if not branches:
+        return "no branch is closed" if roles else "not split"
+    heads = [layer.get_submodule(name) for name, role in roles.items() if role == "heads"]
+    packed = sum(getattr(each, name) is not None for each in heads for name in ("in_proj_weight", "in_proj_bias"))
+    number = len(branches)
+    gathers, scatters = f", {packed} all-gathers of packed weights", f", {packed} reduce-scatters"
+    return (
+        f"forward {number} all-reduces ({', '.join(branches)}){gathers if packed else ''}; "
+        f"backward {number} all-reduces{scatters if packed else ''}"
+    )
 
 
 def _once(stack: Stack, layers: list[str]) -> str:
