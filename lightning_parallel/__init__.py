@@ -4,6 +4,7 @@ Importing the package registers its names for ``Trainer(strategy=...)`` and chan
 """
 
 from lightning_parallel.checkpoint.whole import full_state_dict
+from lightning_parallel.cli.explain import explain
 from lightning_parallel.cli.lightning_cli import LightningCLI
 from lightning_parallel.degrees import Degrees
 from lightning_parallel.errors import ConfigurationError
@@ -26,6 +27,7 @@ __all__ = [
     "MeshStrategy",
     "ZeroStrategy",
     "build_strategy",
+    "explain",
     "full_state_dict",
 ]
 

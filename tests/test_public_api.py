@@ -23,6 +23,7 @@ PUBLIC = {
     "MeshStrategy",
     "ZeroStrategy",
     "build_strategy",
+    "explain",
     "full_state_dict",
 }
 CALLBACKS = {

@@ -13,14 +13,17 @@ from lightning.pytorch.cli import SaveConfigCallback
 from typing_extensions import override
 
 from lightning_parallel.cli.devices import visible_devices
+from lightning_parallel.cli.explain import explain
 from lightning_parallel.cli.lightning_cli import LightningCLI, is_first_process
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.presets import PRESETS
+from lightning_parallel.strategies.process_group import ProcessGroupStrategy
 
 _USAGE = """\
 usage: lightning-parallel COMMAND [options]
 
   fit | validate | test | predict   run a recipe: --config recipe.yaml --strategy=NAME:option=value,...
+  explain                           what a recipe's strategy would do to each layer; the options of fit
   strategies                        the names that --strategy takes, and the options of each
   devices                           the accelerators of this machine
 
@@ -45,11 +48,23 @@ def main() -> None:
         # Lightning's CLI calls jsonargparse by a name that is being retired; the user of the command can't change that.
         warnings.filterwarnings("ignore", message=_RETIRING)
         try:
-            LightningCLI(save_config_callback=_SaveConfigBesideLogs)
+            if command == "explain":
+                _explain()
+            else:
+                LightningCLI(save_config_callback=_SaveConfigBesideLogs)
         except ConfigurationError as error:
             if is_first_process():
                 print(f"lightning-parallel: {error}", file=sys.stderr)
             sys.exit(_REFUSED)
+
+
+def _explain() -> None:
+    """Build the Trainer and the module of a recipe, and say what `fit` would do with them."""
+    del sys.argv[1]  # the rest are options, not a command
+    parsed = LightningCLI(run=False, save_config_callback=None)
+    print(explain(parsed.trainer, parsed.model))
+    if isinstance(strategy := parsed.trainer.strategy, ProcessGroupStrategy):
+        strategy._check_module(parsed.model)
 
 
 class _SaveConfigBesideLogs(SaveConfigCallback):
