@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.whole import whole
+from lightning_parallel.degrees import Degrees
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.footprint import Footprint
 from lightning_parallel.init_record import InitRecord
@@ -24,6 +25,9 @@ from lightning_parallel.techniques.compiling import apply_compile
 from lightning_parallel.techniques.context import SplitStack, apply_context
 from lightning_parallel.techniques.float8 import apply_float8, unfitting_violations
 from lightning_parallel.techniques.offload import build_offload_policy
+from lightning_parallel.techniques.pipeline.cut import CutStack, cut_stack, cut_violations
+from lightning_parallel.techniques.pipeline.placement import Positions
+from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 from lightning_parallel.techniques.recompute import apply_recompute, parse_recompute, statistics_violations
 from lightning_parallel.techniques.replicate import synchronize_module
 from lightning_parallel.techniques.sharding import (
@@ -31,6 +35,7 @@ from lightning_parallel.techniques.sharding import (
     apply_sharding,
     finish_sharding,
     gather_in_method,
+    gather_in_steps,
     plan_sharding,
     reshard_units,
     unreduced_parameters,
@@ -72,6 +77,7 @@ class Policies:
         reshard: When gathered parameters are freed: ``"always"``, ``"never"``, or over how many ranks they stay.
         offload: ``"none"``, ``"optimizer"`` or ``"all"``.
         dtypes: Dtypes of gathering and reducing.
+        pipeline: How a stack is cut into stages, where it is.
     """
 
     layer: LayerPolicies = field(default_factory=LayerPolicies)
@@ -81,6 +87,7 @@ class Policies:
     reshard: str | int = "always"
     offload: str = "none"
     dtypes: DtypePolicy = field(default_factory=DtypePolicy)
+    pipeline: PipelinePolicy = field(default_factory=PipelinePolicy)
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,7 @@ class Parallelized:
         policies: By which rules.
         footprints: What the module was before each kind of change, in the order of these; the last is sharding.
         split_stacks: The stacks in which sequences are split.
+        cut: The stack of which each rank has some stages.
     """
 
     mesh: Mesh
@@ -100,6 +108,7 @@ class Parallelized:
     policies: Policies
     footprints: tuple[Footprint, ...]
     split_stacks: tuple[SplitStack, ...] = ()
+    cut: CutStack | None = None
 
     def replaced(self) -> dict[Tensor, Tensor]:
         """The module's own parameter -> what stands in its place."""
@@ -117,6 +126,9 @@ class Parallelized:
         """Make the module whole and plain on every rank. A collective. Returns sharded -> own parameter."""
         reshard_units(module)
         module.__dict__.pop(_KEY, None)
+        if self.cut is not None:
+            for name, buffer in module.named_buffers(remove_duplicate=False):
+                buffer.copy_(whole(buffer, self.cut.holdings[name]))
         *before, sharding = self.footprints
         own = sharding.restore(whole)
         for footprint in reversed(before):
@@ -140,7 +152,7 @@ def left_over_violations(module: nn.Module, policies: Policies) -> list[str]:
     before, now = left.policies, policies
     names = [
         name
-        for name in ("layer", "offload", "dtypes", "backward_in_step")
+        for name in ("layer", "offload", "dtypes", "backward_in_step", "pipeline")
         if getattr(before, name) != getattr(now, name)
     ]
     if not names:
@@ -154,7 +166,12 @@ def left_over_violations(module: nn.Module, policies: Policies) -> list[str]:
 
 
 def parallelize(
-    module: nn.Module, mesh: Mesh, device: torch.device, policies: Policies, init: InitRecord | None = None
+    module: nn.Module,
+    mesh: Mesh,
+    device: torch.device,
+    policies: Policies,
+    init: InitRecord | None = None,
+    positions: Positions | None = None,
 ) -> Parallelized:
     """Make `module` parallel in place. Needs the process group; a collective.
 
@@ -164,12 +181,17 @@ def parallelize(
         device: This rank's device.
         policies: How.
         init: How to make the tensors that are on the meta device.
+        positions: Where in a step of a pipeline each parameter is used, once that is known.
 
     Raises:
         ConfigurationError: For tensors that cannot be made, and for parameters whose gradients nobody reduces.
     """
-    check(stack_violations(module, policies.layer, context=mesh.degrees.context))
+    check(stack_violations(module, policies.layer, mesh.degrees, policies.pipeline))
     anatomy = find_layers(module, policies.layer.layers)
+    pipeline = Footprint(module)
+    cut = _cut(module, anatomy, mesh, policies.pipeline, positions)
+    anatomy = anatomy if cut is None else cut.local(anatomy)
+    pipeline.close()
     stacks = [[(path, module.get_submodule(path)) for path in stack.layers] for stack in anatomy.stacks]
     context = Footprint(module)
     split = apply_context(stacks, mesh.context_group) if mesh.context_group is not None else []
@@ -177,6 +199,8 @@ def parallelize(
     layers = transform_layers(module, anatomy, policies.layer, buffers=policies.dtypes.buffers)
     sharding = Footprint(module)
     synchronize_module(module, device)
+    if cut is not None:
+        cut.release(module, device)
     plan = plan_sharding(
         module, anatomy.units, root_is_unit=not policies.backward_in_step, casts=policies.dtypes.param is not None
     )
@@ -192,15 +216,18 @@ def parallelize(
     if init is not None:
         shards_on = torch.device("cpu") if policies.offload == "all" else device
         init.materialize(module, device, shards_on=shards_on)
-    finish_sharding(module, plan, policies.step_methods)
+    finish_sharding(module, plan)
+    if cut is None:
+        gather_in_steps(module, plan, policies.step_methods)
     for method in policies.forward_methods:
         gather_in_method(module, plan, method)
-
+    if cut is not None:
+        cut.mark(module)
     sharding.close()
     for own, current in sharding.replaced():
         current.__dict__.update(vars(own))  # marks that code reads, such as `parameter.no_weight_decay`
     _audit(module, plan, mesh)
-    result = Parallelized(mesh, plan, policies, (context, layers, sharding), tuple(split))
+    result = Parallelized(mesh, plan, policies, (pipeline, context, layers, sharding), tuple(split), cut)
     module.__dict__[_KEY] = result
     return result
 
@@ -235,15 +262,33 @@ def transform_layers(
     return footprint
 
 
-def stack_violations(module: nn.Module, policies: LayerPolicies, *, context: int | str = 1) -> list[str]:
-    """Why `policies`, and sequences over `context` ranks, cannot be applied to `module`; empty if they can."""
-    needs_stack = {**policies.are_on, **({"context": context} if context != 1 else {})}
+def _cut(
+    module: nn.Module, anatomy: Anatomy, mesh: Mesh, policy: PipelinePolicy, positions: Positions | None
+) -> CutStack | None:
+    if mesh.pipeline_group is None:
+        return None
+    assert mesh.pipeline_host_group is not None
+    groups = {"group": mesh.pipeline_group, "host_group": mesh.pipeline_host_group}
+    return cut_stack(module, anatomy, policy, **groups, positions=positions)
+
+
+def stack_violations(
+    module: nn.Module,
+    policies: LayerPolicies,
+    degrees: Degrees | None = None,
+    pipeline: PipelinePolicy | None = None,
+) -> list[str]:
+    """Why `policies`, and the degrees that cut stacks, cannot be applied to `module`; empty if they can."""
+    cutting = {name: degree for name in ("context", "pipeline") if (degree := getattr(degrees, name, 1)) != 1}
+    needs_stack = {**policies.are_on, **cutting}
     if not needs_stack or layers_violations(module, policies.layers):
         return []
-    layers = [module.get_submodule(path) for path in find_layers(module, policies.layers).layers]
+    anatomy = find_layers(module, policies.layers)
+    layers = [module.get_submodule(path) for path in anatomy.layers]
     if layers:
         compiles = policies.compile == "layers"
         return [
+            *(cut_violations(module, anatomy, pipeline, cutting["pipeline"]) if pipeline and "pipeline" in cutting else []),
             *unfitting_violations(layers, policies.float8),
             *statistics_violations(layers, policies.recompute, compiles=compiles),
         ]

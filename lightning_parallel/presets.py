@@ -60,6 +60,11 @@ PRESETS: dict[str, Preset] = {
         "sequences split inside a machine (context parallel, Ulysses), sharded over all",
         {"context": "node"},
     ),
+    "pp_custom": Preset(
+        MeshStrategy,
+        "layers split inside a machine, stage by stage (pipeline parallel), sharded across machines",
+        {"pipeline": "node"},
+    ),
 }
 """Name -> what it stands for."""
 
