@@ -20,6 +20,10 @@ from lightning_parallel.errors import ConfigurationError
 _READING = ("_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select")
 
 
+class GhostReadError(ConfigurationError):
+    """A step wants the value of a tensor that has none."""
+
+
 class Ghost(Tensor):
     """A tensor of which only shape, dtype and device are known.
 
@@ -62,9 +66,9 @@ class Ghost(Tensor):
         sources = frozenset().union(*(ghost.sources for ghost in ghosts))
         name = func.overloadpacket.__name__
         if name in _READING:
-            raise ConfigurationError([_read(sources)])
+            raise GhostReadError([_read(sources)])
         if func._schema.is_mutable and not isinstance(args[0], Ghost) and name.endswith("_"):
-            raise ConfigurationError([_written(sources)])
+            raise GhostReadError([_written(sources)])
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
         result = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))

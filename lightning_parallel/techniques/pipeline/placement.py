@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.ghosts import ghost_parameter
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.ghosts import GhostReadError, ghost_parameter
 from lightning_parallel.layers import Anatomy
 from lightning_parallel.stages import BEFORE_THE_STACK, Holding, StagePlan, balanced, holding_of
 from lightning_parallel.techniques.pipeline.passage import Passage, StageExit, ghosts_in_place
@@ -133,9 +134,10 @@ def _reading_ends_it(passage: Passage) -> Iterator[None]:
         yield
     except StageExit:
         raise AssertionError("a trace leaves no stage") from None
-    except Exception:
+    except Exception as error:
         # Whatever fails behind the last layer fails for want of values: what was seen by then holds.
-        if passage.position < passage.plan.num_layers - 1:
+        is_refused = isinstance(error, ConfigurationError) and not isinstance(error, GhostReadError)
+        if is_refused or passage.position < passage.plan.num_layers - 1:
             raise
         raise _ReadError from None
 
