@@ -8,6 +8,7 @@ into a result unseen: what a stage may use is exactly what is no ghost.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,21 @@ class GhostReadError(ConfigurationError):
     """A step wants the value of a tensor that has none."""
 
 
+@dataclass(frozen=True)
+class Trace:
+    """What watches operations on ghosts.
+
+    Args:
+        stage: The stage that would compute now.
+        touch: Takes the name of a parameter that an operation takes.
+        refuse: Takes a ghost of another stage that an operation takes.
+    """
+
+    stage: Callable[[], int]
+    touch: Callable[[str], None]
+    refuse: Callable[[Ghost], None]
+
+
 class Ghost(Tensor):
     """A tensor of which only shape, dtype and device are known.
 
@@ -31,12 +47,14 @@ class Ghost(Tensor):
         meta: Its shape and dtype, on the meta device.
         device: Where it would be.
         sources: Names of the parameters that it comes from.
-        touched: Is called with each of its own operations; what comes out of these does not inherit it.
+        trace: What watches operations on it, if anything does.
+        stage: Which stage has computed it; ``None`` for a parameter.
     """
 
     meta: Tensor
     sources: frozenset[str]
-    touched: Callable[[], None] | None
+    trace: Trace | None
+    stage: int | None
     __torch_function__ = _torch.NO_FUNCTION_OVERRIDE
 
     @staticmethod
@@ -49,20 +67,20 @@ class Ghost(Tensor):
         meta: Tensor,
         device: torch.device,
         sources: frozenset[str] = frozenset(),
-        touched: Callable[[], None] | None = None,
+        trace: Trace | None = None,
+        stage: int | None = None,
     ) -> None:
         self.meta = meta
         self.sources = sources
-        self.touched = touched
+        self.trace = trace
+        self.stage = stage
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do `func` on the meta device."""
         kwargs = dict(kwargs or {})
         ghosts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Ghost)]
-        for ghost in ghosts:
-            if ghost.touched is not None:
-                ghost.touched()
+        trace, stage = _watch(ghosts)
         sources = frozenset().union(*(ghost.sources for ghost in ghosts))
         name = func.overloadpacket.__name__
         if name in _READING:
@@ -78,7 +96,7 @@ class Ghost(Tensor):
         def as_ghost(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return own[id(value)] if id(value) in own else Ghost(value, device, sources)
+            return own[id(value)] if id(value) in own else Ghost(value, device, sources, trace, stage)
 
         return tree_map(as_ghost, result)
 
@@ -87,10 +105,10 @@ class Ghost(Tensor):
         return f"Ghost({tuple(self.shape)}, {self.dtype}, of {', '.join(sorted(self.sources))})"
 
 
-def ghost_like(tensor: Tensor, source: str = "", touched: Callable[[], None] | None = None) -> Ghost:
-    """A ghost with the shape, dtype and device of `tensor`, which may be on the meta device or sharded."""
-    sources = frozenset({source}) if source else frozenset()
-    return Ghost(_to_meta(tensor), tensor.device, sources, touched)
+def ghost_like(tensor: Tensor, source: str = "", trace: Trace | None = None, stage: int | None = None) -> Ghost:
+    """A ghost with the shape, dtype and device of `tensor`, which may be on the meta device, sharded or a ghost."""
+    sources = tensor.sources if isinstance(tensor, Ghost) else frozenset()
+    return Ghost(_to_meta(tensor), tensor.device, frozenset({source}) if source else sources, trace, stage)
 
 
 def ghost_parameter(parameter: nn.Parameter, source: str, device: torch.device) -> nn.Parameter:
@@ -113,6 +131,20 @@ def name_sources(ghosts: list[Ghost]) -> str:
     """Where `ghosts` come from, for people."""
     names = sorted(frozenset().union(*(ghost.sources for ghost in ghosts)))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _watch(ghosts: list[Ghost]) -> tuple[Trace | None, int | None]:
+    trace = next((ghost.trace for ghost in ghosts if ghost.trace is not None), None)
+    if trace is None:
+        return None, None
+    stage = trace.stage()
+    for ghost in ghosts:
+        if ghost.stage is None:
+            for name in ghost.sources:
+                trace.touch(name)
+        elif ghost.stage != stage:
+            trace.refuse(ghost)
+    return trace, stage
 
 
 def _to_meta(value: Any) -> Any:

@@ -113,14 +113,10 @@ class PipelinedModule:
     # Both kinds of steps ----------------------------------------------------------------------------------------
 
     def _train(self, parts: list[Any], args: Any, seed: int, part_size: int) -> Any:
-        losses: list[Tensor] = []
         scale = self._loss_scale()
 
         def loss_of(output: Any) -> Tensor:
-            loss = output["loss"] if isinstance(output, dict) else output
-            check([] if isinstance(loss, Tensor) else [_NO_LOSS.format(type(loss).__name__)])
-            losses.append(loss.detach())
-            return loss * (scale / len(parts))  # type: ignore[no-any-return]
+            return _loss_in(output) * (scale / len(parts))
 
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         before = [parameter.grad for parameter in parameters]
@@ -193,15 +189,25 @@ class PipelinedModule:
         """Where parameters are used, unless each stage has what it uses already."""
         part = cut_batch(batch, size := batch_size_of(batch), size)[0]
         with _same_numbers(self._device), StepLogs(self._module).of(0), _slow_path():
-            step = self._microsteps[name].step
-            traced = trace_positions(self._module, self._cut.passage, lambda: step(part, *args))
-        return corrected(self._cut.positions, traced, self._cut.plan)
+            traced = trace_positions(self._module, self._cut.passage, lambda: self._traced_step(name, part, args))
+        return corrected(self._cut.positions, traced, self._cut.plan, is_first=len(self._traced) == 1)
+
+    def _traced_step(self, name: str, part: Any, args: Any) -> None:
+        output = self._microsteps[name].step(part, *args)
+        if name == TRAINING:
+            _loss_in(output)
 
 
 def loss_scale(precision: Precision) -> float:
     """By what `precision` multiplies losses before backward."""
     scaler = getattr(precision, "scaler", None)
     return float(scaler.get_scale()) if scaler is not None else 1.0
+
+
+def _loss_in(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, dict) else output
+    check([] if isinstance(loss, Tensor) else [_NO_LOSS.format(type(loss).__name__)])
+    return loss  # type: ignore[no-any-return]
 
 
 class _Microstep:

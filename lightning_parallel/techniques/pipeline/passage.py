@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_parallel import _torch
 from lightning_parallel.caches import is_cache
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.ghosts import Ghost, ghost_like, ghosts_in, is_ghost, name_sources
+from lightning_parallel.ghosts import Ghost, Trace, ghost_like, ghosts_in, is_ghost, name_sources
 from lightning_parallel.randomness import seed_of_part
 from lightning_parallel.stages import BEFORE_THE_STACK, StagePlan
 
@@ -53,6 +53,28 @@ class Passage:
         self._received: Tensor | None = None
         self._seed: int | None = None
         self._handed_on: dict[Any, Any] = {}
+        self._trace: Trace | None = None
+        self.is_in_layer = False
+
+    @contextlib.contextmanager
+    def traced(self, module: nn.Module, touch: Callable[[str], None]) -> Iterator[None]:
+        """In here, a step runs on ghosts only, and what it does is watched.
+
+        Args:
+            module: The module, whose parameters are all ghosts in here.
+            touch: Takes the name of a parameter with each operation that takes it.
+
+        Raises:
+            ConfigurationError: From the step, where it takes to a stage what another one computes.
+        """
+        self._trace = Trace(lambda: self.plan.stage_at(self.position), touch, self._refuse)
+        self._handed_on.clear()
+        try:
+            with ghosts_in_place(module, self._trace), self.open(None):
+                yield
+        finally:
+            self._trace = None
+            self._handed_on.clear()
 
     @contextlib.contextmanager
     def open(self, stage: int | None, received: Tensor | None = None, seed: int | None = None) -> Iterator[None]:
@@ -69,6 +91,10 @@ class Passage:
             yield
         finally:
             self._is_open, self._received = False, None
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter is one of a layer."""
+        return any(name.startswith(f"{path}.") for path in self._paths)
 
     def check_end(self) -> None:
         """Call it where a step has returned.
@@ -89,6 +115,11 @@ class Passage:
         if index != self.position + 1:
             raise ConfigurationError([_disorder(self._order(index))])
         if self._stage is None:
+            stage = self.plan.stage_at(index)
+            if index == self.plan.layers_of(stage).start:
+                # From here on it counts as what this stage has received.
+                hidden = self._check_hidden(index, _take_hidden(args, kwargs))
+                args, kwargs = _with_hidden(ghost_like(hidden, trace=self._trace, stage=stage), args, kwargs)
             self.position = index
             return self._hand_on(index, layer, forward, args, kwargs)
         own = self.plan.layers_of(self._stage)
@@ -111,12 +142,14 @@ class Passage:
         if key not in self._handed_on:
             hidden = _take_hidden(args, kwargs)
             args, kwargs = _with_hidden(hidden if is_ghost(hidden) else ghost_like(hidden), args, kwargs)
-            with torch.no_grad(), ghosts_in_place(layer):
+            self.is_in_layer = True
+            with torch.no_grad(), ghosts_in_place(layer) if self._trace is None else contextlib.nullcontext():
                 self._handed_on[key] = tree_map(_as_value, forward(*args, **kwargs))
+            self.is_in_layer = False
         return tree_map(lambda value: value.detach() if is_ghost(value) else value, self._handed_on[key])
 
     def _check_hidden(self, index: int, hidden: Any) -> Tensor:
-        if is_ghost(hidden):
+        if is_ghost(hidden) and self._trace is None:
             raise ConfigurationError([self._foreign(index, [hidden])])
         if not isinstance(hidden, Tensor) or hidden.is_nested or not hidden.is_floating_point():
             kind = "a nested tensor" if getattr(hidden, "is_nested", False) else type(hidden).__name__
@@ -133,6 +166,18 @@ class Passage:
             f"{self._paths[index]} is given something that another pipeline stage computes (with "
             f"{name_sources(ghosts) or 'other layers'}): only the first argument of a layer passes from stage to "
             "stage. Compute what all layers need from the batch alone, without parameters, or give pipeline=1"
+        )
+
+    def _refuse(self, ghost: Ghost) -> None:
+        begun = self._paths[self.position] if self.position >= 0 else ""
+        where = f"{'' if self.is_in_layer else 'the step, after '}{begun}" if begun else "the step"
+        raise ConfigurationError(
+            [
+                f"{where}, takes something that only another pipeline stage computes (with "
+                f"{name_sources([ghost]) or 'other layers'}): nothing but the first argument of a layer passes from "
+                "stage to stage. Compute what several stages need from the batch alone, without parameters, or give "
+                "pipeline=1"
+            ]
         )
 
     def _order(self, index: int) -> str:
@@ -163,12 +208,12 @@ def _passing(cls: type[Any], passage: Passage, index: int) -> type[nn.Module]:
 
 
 @contextlib.contextmanager
-def ghosts_in_place(module: nn.Module, touched: Mapping[str, Callable[[], None]] | None = None) -> Iterator[None]:
+def ghosts_in_place(module: nn.Module, trace: Trace | None = None) -> Iterator[None]:
     """In here, all parameters of `module` are ghosts.
 
     Args:
         module: Any module.
-        touched: Name of a parameter -> what to call when an operation takes it.
+        trace: What watches operations on them.
     """
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     stand_ins: dict[nn.Parameter, Ghost] = {}
@@ -178,7 +223,7 @@ def ghosts_in_place(module: nn.Module, touched: Mapping[str, Callable[[], None]]
                 full = f"{path}.{name}" if path else name
                 before.append((submodule, name, parameter))
                 if parameter not in stand_ins:
-                    stand_ins[parameter] = ghost_like(parameter, full, (touched or {}).get(full))
+                    stand_ins[parameter] = ghost_like(parameter, full, trace)
     try:
         for submodule, name, parameter in before:
             setattr(submodule, name, _torch.as_parameter(stand_ins[parameter]))
@@ -213,12 +258,13 @@ def _as_value(value: Any) -> Any:
 @contextlib.contextmanager
 def _own_stream(seed: int | None, index: int, *, is_needed: bool) -> Iterator[None]:
     """Random numbers of one layer, whichever stage it is on: what other layers draw does not matter."""
+    # `seed` is that of a microbatch, and theirs are neighbouring parts of one, so layers' are far from these.
     if seed is None or not is_needed:
         yield
         return
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed_of_part(seed, index + 1))
+        torch.manual_seed(seed_of_part(seed, (index + 1) << 20))
         yield
 
 

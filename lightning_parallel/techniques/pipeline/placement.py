@@ -22,7 +22,7 @@ from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.ghosts import GhostReadError, ghost_parameter
 from lightning_parallel.layers import Anatomy
 from lightning_parallel.stages import BEFORE_THE_STACK, Holding, StagePlan, balanced, holding_of
-from lightning_parallel.techniques.pipeline.passage import Passage, StageExit, ghosts_in_place
+from lightning_parallel.techniques.pipeline.passage import Passage, StageExit
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
 Positions = dict[str, frozenset[int]]
@@ -104,17 +104,20 @@ def trace_positions(module: nn.Module, passage: Passage, step: Callable[[], Any]
     Raises:
         ConfigurationError: For a step that does not go through the stack from first to last, once.
     """
-    names: dict[Tensor, list[str]] = defaultdict(list)
+    aliases: dict[Tensor, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
+        aliases[parameter].append(name)
+    groups = {name: names for names in aliases.values() for name in names}
     used: dict[str, set[int]] = defaultdict(set)
 
-    def note(aliases: Sequence[str]) -> Callable[[], None]:
-        return lambda: [used[name].add(passage.position) for name in aliases] and None
+    def touch(name: str) -> None:
+        if not passage.is_in_layer and all(passage.has(alias) for alias in groups[name]):
+            raise ConfigurationError([_read_outside(name)])
+        for alias in groups[name]:
+            used[alias].add(passage.position)
 
-    touched = {name: note(aliases) for aliases in names.values() for name in aliases}
     has_returned = False
-    with _unchanged(module), passage.open(None), ghosts_in_place(module, touched):
+    with _unchanged(module), passage.traced(module, touch):
         with contextlib.suppress(_ReadError):
             with _reading_ends_it(passage):
                 step()
@@ -122,6 +125,13 @@ def trace_positions(module: nn.Module, passage: Passage, step: Callable[[], Any]
     if has_returned:
         passage.check_end()
     return {name: frozenset(positions) for name, positions in used.items()}
+
+
+def _read_outside(name: str) -> str:
+    return (
+        f"the step uses {name} outside of the layer that owns it (a penalty over parameters(), a weight that is used "
+        "twice), where a pipeline stage does not have it; compute it inside of the layer, or give pipeline=1"
+    )
 
 
 class _ReadError(Exception):
@@ -169,15 +179,22 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
                 tensor.copy_(value)
 
 
-def corrected(before: Positions, traced: Positions, plan: StagePlan) -> Positions | None:
-    """`before` with the places that a trace found; ``None`` if every stage holds already what it uses."""
+def corrected(before: Positions, traced: Positions, plan: StagePlan, *, is_first: bool) -> Positions | None:
+    """`before` with the places that a trace found; ``None`` if every stage holds already what it uses.
+
+    Args:
+        before: What is assumed now.
+        traced: What the trace found.
+        plan: Which stage is where.
+        is_first: Whether `before` is not from a trace, so that a parameter leaves a place at which it is not used.
+    """
     merged = {}
     is_wrong = False
     for name, where in before.items():
         seen = traced.get(name, frozenset())
         missing = set(plan.ranks_at(seen)) - set(plan.ranks_at(where)) if seen else set()
         is_wrong = is_wrong or bool(missing)
-        merged[name] = seen if missing else where
+        merged[name] = (seen if is_first else seen | where) if missing else where
     return merged if is_wrong else None
 
 
