@@ -35,6 +35,8 @@ class Mesh:
         sharding: What FSDP2 takes: the axis to shard over, behind the axis to replicate over if there is one.
         gradients: One axis: the ranks whose gradients are averaged, which read other samples or other parts of these.
         host_group: All ranks, for what they agree on in host memory.
+        stage_host_group: The ranks that hold the same layers, in host memory: all of them without a pipeline.
+        pipeline_host_group: The ranks that share a stack stage by stage, in host memory; ``None`` without a pipeline.
     """
 
     degrees: Degrees
@@ -43,6 +45,13 @@ class Mesh:
     sharding: DeviceMesh
     gradients: DeviceMesh
     host_group: ProcessGroup
+    stage_host_group: ProcessGroup
+    pipeline_host_group: ProcessGroup | None = None
+
+    @property
+    def pipeline_group(self) -> ProcessGroup | None:
+        """The ranks that share a stack of layers, stage by stage; ``None`` if each has all of it."""
+        return self.devices[AXES["pipeline"]].get_group() if self.degrees.pipeline != 1 else None
 
     @property
     def gradient_group(self) -> ProcessGroup:
@@ -80,7 +89,18 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     data, sharding, gradients = _data_meshes(devices, degrees)
     world = dist.group.WORLD if device_type == "cpu" else dist.new_group(backend="gloo")
     assert isinstance(world, ProcessGroup)
-    return Mesh(degrees, devices, data, sharding, gradients, world)
+    if degrees.pipeline == 1:
+        return Mesh(degrees, devices, data, sharding, gradients, world, world)
+    stages = devices.mesh.flatten(1)  # the pipeline is the outermost axis: a row for each of its ranks
+    stage, pipeline = _host_group(stages.tolist()), _host_group(stages.t().tolist())
+    return Mesh(degrees, devices, data, sharding, gradients, world, stage, pipeline)
+
+
+def _host_group(all_ranks: list[list[int]]) -> ProcessGroup:
+    """This rank's group of several, for host memory. A collective of all ranks."""
+    group, _ = dist.new_subgroups_by_enumeration(all_ranks, backend="gloo")
+    assert isinstance(group, ProcessGroup)
+    return group
 
 
 def _data_meshes(devices: DeviceMesh, degrees: Degrees) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.whole import whole
+from lightning_parallel.degrees import Degrees
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.footprint import Footprint
 from lightning_parallel.hidden_states import Lengths
@@ -25,6 +26,9 @@ from lightning_parallel.techniques.compiling import apply_compile
 from lightning_parallel.techniques.context import apply_context
 from lightning_parallel.techniques.float8 import apply_float8, unfitting_violations
 from lightning_parallel.techniques.offload import build_offload_policy
+from lightning_parallel.techniques.pipeline.cut import CutStack, cut_stack, cut_violations
+from lightning_parallel.techniques.pipeline.placement import Positions
+from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 from lightning_parallel.techniques.recompute import apply_recompute, parse_recompute, statistics_violations
 from lightning_parallel.techniques.replicate import synchronize_module
 from lightning_parallel.techniques.sharding import (
@@ -32,6 +36,7 @@ from lightning_parallel.techniques.sharding import (
     apply_sharding,
     finish_sharding,
     gather_in_method,
+    gather_in_steps,
     plan_sharding,
     reshard_units,
     unreduced_parameters,
@@ -78,6 +83,7 @@ class Policies:
         dtypes: Dtypes of gathering and reducing.
         tensor_plan: Role of each linear map under tensor parallel, where the package should not decide.
         sequence: Whether ranks that share a matrix product also split the sequence between branches.
+        pipeline: How a stack is cut into stages, where it is.
     """
 
     layer: LayerPolicies = field(default_factory=LayerPolicies)
@@ -89,6 +95,7 @@ class Policies:
     dtypes: DtypePolicy = field(default_factory=DtypePolicy)
     tensor_plan: Mapping[str, str] | None = None
     sequence: bool = False
+    pipeline: PipelinePolicy = field(default_factory=PipelinePolicy)
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,7 @@ class Parallelized:
         policies: By which rules.
         footprints: What the module was before each kind of change, in the order of these; the last is sharding.
         lengths: What is cut along the sequence now, for each stack in which it is.
+        cut: The stack of which each rank has some stages.
     """
 
     mesh: Mesh
@@ -108,6 +116,7 @@ class Parallelized:
     policies: Policies
     footprints: tuple[Footprint, ...]
     lengths: tuple[Lengths, ...] = ()
+    cut: CutStack | None = None
 
     def replaced(self) -> dict[Tensor, Tensor]:
         """The module's own parameter -> what stands in its place."""
@@ -125,6 +134,9 @@ class Parallelized:
         """Make the module whole and plain on every rank. A collective. Returns sharded -> own parameter."""
         reshard_units(module)
         module.__dict__.pop(_KEY, None)
+        if self.cut is not None:
+            for name, buffer in module.named_buffers(remove_duplicate=False):
+                buffer.copy_(whole(buffer, self.cut.holdings[name]))
         own: dict[Tensor, nn.Parameter] = {}
         for footprint in reversed(self.footprints):
             own |= footprint.restore(whole)
@@ -147,7 +159,7 @@ def left_over_violations(module: nn.Module, policies: Policies) -> list[str]:
     before, now = left.policies, policies
     names = [
         name
-        for name in ("layer", "offload", "dtypes", "backward_in_step", "tensor_plan", "sequence")
+        for name in ("layer", "offload", "dtypes", "backward_in_step", "tensor_plan", "sequence", "pipeline")
         if getattr(before, name) != getattr(now, name)
     ]
     if not names:
@@ -161,7 +173,12 @@ def left_over_violations(module: nn.Module, policies: Policies) -> list[str]:
 
 
 def parallelize(
-    module: nn.Module, mesh: Mesh, device: torch.device, policies: Policies, init: InitRecord | None = None
+    module: nn.Module,
+    mesh: Mesh,
+    device: torch.device,
+    policies: Policies,
+    init: InitRecord | None = None,
+    positions: Positions | None = None,
 ) -> Parallelized:
     """Make `module` parallel in place. Needs the process group; a collective.
 
@@ -171,19 +188,23 @@ def parallelize(
         device: This rank's device.
         policies: How.
         init: How to make the tensors that are on the meta device.
+        positions: Where in a step of a pipeline each parameter is used, once that is known.
 
     Raises:
         ConfigurationError: For tensors that cannot be made, and for parameters whose gradients nobody reduces.
     """
-    sizes = {name: int(getattr(mesh.degrees, name)) for name in ("context", "tensor")}
-    check(
-        stack_violations(module, policies.layer, tensor_plan=policies.tensor_plan, sequence=policies.sequence, **sizes)
-    )
+    check(stack_violations(module, policies, mesh.degrees))
     anatomy = find_layers(module, policies.layer.layers)
+    pipeline = Footprint(module)
+    cut = _cut(module, anatomy, mesh, policies.pipeline, positions)
+    anatomy = anatomy if cut is None else cut.local(anatomy)
+    pipeline.close()
     stacks = [[(path, module.get_submodule(path)) for path in stack.layers] for stack in anatomy.stacks]
-    synchronize_module(module, device)
     lengths: list[Lengths] = []
     tensor = Footprint(module)
+    synchronize_module(module, device)
+    if cut is not None:
+        cut.release(module, device)
     if mesh.tensor is not None:
         tensor_plan = plan_tensor(module, anatomy, policies.tensor_plan, degree=mesh.tensor.size())
         lengths += apply_tensor(stacks, tensor_plan, mesh.tensor, sequence=policies.sequence)
@@ -212,13 +233,17 @@ def parallelize(
     if init is not None:
         shards_on = torch.device("cpu") if policies.offload == "all" else device
         init.materialize(module, device, shards_on=shards_on)
-    finish_sharding(module, plan, policies.step_methods)
+    finish_sharding(module, plan)
+    if cut is None:
+        gather_in_steps(module, plan, policies.step_methods)
     for method in policies.forward_methods:
         gather_in_method(module, plan, method)
-
+    if cut is not None:
+        cut.mark(module)
     sharding.close()
     _audit(module, plan, mesh)
-    result = Parallelized(mesh, plan, policies, (tensor, context, layers, sharding), tuple(lengths))
+    footprints = (pipeline, tensor, context, layers, sharding)
+    result = Parallelized(mesh, plan, policies, footprints, tuple(lengths), cut)
     for own, current in result.replaced().items():
         current.__dict__.update(vars(own))  # marks that code reads, such as `parameter.no_weight_decay`
     module.__dict__[_KEY] = result
@@ -255,29 +280,29 @@ def transform_layers(
     return footprint
 
 
-def stack_violations(
-    module: nn.Module,
-    policies: LayerPolicies,
-    *,
-    context: int = 1,
-    tensor: int = 1,
-    tensor_plan: Mapping[str, str] | None = None,
-    sequence: bool = False,
-) -> list[str]:
-    """Why `policies`, and layers over so many ranks, cannot be applied to `module`; empty if they can."""
-    degrees = {name: degree for name, degree in (("context", context), ("tensor", tensor)) if degree != 1}
-    needs_stack: dict[str, object] = {**policies.are_on, **degrees}
+def _cut(
+    module: nn.Module, anatomy: Anatomy, mesh: Mesh, policy: PipelinePolicy, positions: Positions | None
+) -> CutStack | None:
+    if mesh.pipeline_group is None:
+        return None
+    assert mesh.pipeline_host_group is not None
+    groups = {"group": mesh.pipeline_group, "host_group": mesh.pipeline_host_group}
+    return cut_stack(module, anatomy, policy, **groups, positions=positions)
+
+
+def stack_violations(module: nn.Module, all_policies: Policies, degrees: Degrees | None = None) -> list[str]:
+    """Why the policies, and the degrees that cut layers, cannot be applied to `module`; empty if they can."""
+    policies = all_policies.layer
+    cutting = {n: int(d) for n in ("context", "tensor", "pipeline") if (d := getattr(degrees, n, 1)) != 1}
+    needs_stack: dict[str, object] = {**policies.are_on, **cutting}
     if not needs_stack or layers_violations(module, policies.layers):
         return []
     anatomy = find_layers(module, policies.layers)
     layers = [module.get_submodule(path) for path in anatomy.layers]
     if layers:
         compiles = policies.compile == "layers"
-        plan = plan_tensor(module, anatomy, tensor_plan, degree=tensor) if tensor != 1 else None
-        repeats = len(layers) != len(set(layers))
         return [
-            *(plan.violations if plan is not None else []),
-            *([_REPEATED] if repeats and (context != 1 or sequence) else []),
+            *_cutting_violations(module, anatomy, all_policies, cutting),
             *unfitting_violations(layers, policies.float8),
             *statistics_violations(layers, policies.recompute, compiles=compiles),
         ]
@@ -286,6 +311,18 @@ def stack_violations(
         f"{chosen} works layer by layer, and {type(module).__name__} has no stack of repeated layers; name one "
         "with layers='path.to.the.list' (a ModuleList or Sequential), or leave it out"
     ]
+
+
+def _cutting_violations(module: nn.Module, anatomy: Anatomy, policies: Policies, cutting: dict[str, int]) -> list[str]:
+    """Why the layers cannot be shared by so many ranks."""
+    found = []
+    if "tensor" in cutting:
+        found += plan_tensor(module, anatomy, policies.tensor_plan, degree=cutting["tensor"]).violations
+    if "pipeline" in cutting:
+        found += cut_violations(module, anatomy, policies.pipeline, cutting["pipeline"])
+    if len(anatomy.layers) != len({module.get_submodule(path) for path in anatomy.layers}):
+        found += [_REPEATED] if "context" in cutting or policies.sequence else []
+    return found
 
 
 _REPEATED = (

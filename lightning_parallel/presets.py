@@ -70,6 +70,11 @@ PRESETS: dict[str, Preset] = {
         "two ranks (a machine, if there are several) share each layer, sharded over the rest",
         {"tensor": "auto"},
     ),
+    "pp_custom": Preset(
+        MeshStrategy,
+        "layers split inside a machine, stage by stage (pipeline parallel), sharded across machines",
+        {"pipeline": "node"},
+    ),
 }
 """Name -> what it stands for."""
 

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_parallel import _torch
 from lightning_parallel.parallelize import Parallelized
 from lightning_parallel.techniques.accumulation import GradientReduction
 from lightning_parallel.techniques.offload import OffloadedState
+from lightning_parallel.techniques.pipeline.placement import sum_shared_gradients
 from lightning_parallel.techniques.replicate import reduce_gradients, synchronize_buffers
 from lightning_parallel.techniques.sharding import reshard_units
 from lightning_parallel.techniques.unused import UnusedParameters
@@ -69,14 +71,15 @@ class Steps:
         self._has_buffers = next(module.buffers(), None) is not None
         units = parallelized.units(module)
         # Zeros in the place of missing gradients are taken away after backward, when these would be used up.
-        self._unused = UnusedParameters([] if policies.updates_in_backward else units, self._mesh.host_group)
+        stage = self._mesh.stage_host_group
+        self._unused = UnusedParameters([] if policies.updates_in_backward else units, stage)
         self._reduction = GradientReduction(
             units,
             mode=policies.accumulation_sync,
             device=device,
             ranks_on_device=ranks_on_device,
             is_manual=self._is_manual,
-            group=self._mesh.host_group,
+            group=stage,
             tell=tell,
         )
         self._on_optimizers: list[OffloadedState | UpdateInBackward] = []
@@ -107,9 +110,10 @@ class Steps:
             lengths.forget()
 
     def synchronize_buffers(self) -> None:
-        """Give every rank the buffers of rank 0. A collective."""
+        """Give every rank the buffers of rank 0, or of the first rank of its stage. A collective."""
         if self._has_buffers:
-            synchronize_buffers(self._module)
+            is_cut = self._mesh.pipeline_group is not None
+            synchronize_buffers(self._module, self._mesh.gradient_group if is_cut else None)
 
     def free_gathered(self) -> None:
         """Free what a step left gathered, so that hooks which read or write parameters find the shards."""
@@ -151,3 +155,33 @@ class Steps:
 
     def _average(self) -> None:
         reduce_gradients(self._averaged, self._mesh.gradient_group)
+
+
+class PipelinedSteps(Steps):
+    """Steps of which forward and backward both run inside the step, microbatch by microbatch."""
+
+    def before_microbatch_backward(self) -> None:
+        """Call it before the backward of each microbatch."""
+        self._unused.watch()
+        self._reduction.hold_microbatches()
+
+    def after_microbatches(self) -> None:
+        """Reduce the gradients of the step, once, and sum those of parameters of several stages. A collective."""
+        self._reduction.reduce_microbatches()
+        if not self._reduction.holds_shards:
+            self._unused.settle()
+        # In each microstep: what earlier ones of the window left is put aside meanwhile.
+        self._average()
+        sum_shared_gradients(list(self._module.parameters()))
+
+    @override
+    def after_forward(self) -> None:
+        """Nothing: backward has been by now."""
+
+    @override
+    def before_backward(self, loss: Tensor) -> None:
+        """Nothing: what Lightning calls backward hands out gradients that are complete."""
+
+    @override
+    def after_backward(self) -> None:
+        self._reduction.after_backward()

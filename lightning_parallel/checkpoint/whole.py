@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_parallel.ghosts import is_ghost
+from lightning_parallel.stages import Holding, holding_of, holdings_of
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
@@ -37,8 +40,21 @@ def full_state_dict(trainer: Trainer) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def whole(tensor: Tensor) -> Tensor:
-    """The whole of `tensor` as a plain tensor in host memory, on every rank. A collective if it is sharded."""
+def whole(tensor: Tensor, holding: Holding | None = None) -> Tensor:
+    """The whole of `tensor` as a plain tensor in host memory, on every rank. A collective if it is sharded.
+
+    Args:
+        tensor: A parameter, buffer or optimizer state.
+        holding: Which stages hold it, where that is not noted on it.
+    """
+    holding = holding or holding_of(tensor)
+    if holding is not None:
+        here = _whole_here(tensor) if holding.counts_here else torch.empty(tensor.shape, dtype=tensor.dtype)
+        return holding.from_owner(here)
+    return _whole_here(tensor)
+
+
+def _whole_here(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         # Offloaded shards lie in host memory, while their process group moves device memory.
         on_device: Any = tensor.to(tensor.device_mesh.device_type)
@@ -58,14 +74,14 @@ def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False) -> di
         keep: Whether this rank wants the result; others get ``{}`` and hold one tensor at most.
         copy: Whether to copy what is in host memory already.
     """
-    first_names = _first_names(module)
+    first_names, holdings = _first_names(module), holdings_of(module)
     result: dict[str, Any] = {}
     for name, value in module.state_dict().items():
         if (first := first_names.get(name, name)) != name and (first in result or not keep):
             if keep:
                 result[name] = result[first]  # tied weights stay one tensor, in memory and in the file
             continue
-        gathered = whole(value) if isinstance(value, Tensor) else value
+        gathered = whole(value, holdings.get(name)) if isinstance(value, Tensor) else value
         if keep:
             result[name] = gathered.clone() if copy and _share_memory(gathered, value) else gathered
     return result
@@ -74,10 +90,14 @@ def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False) -> di
 def whole_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
     """The plain optimizer's ``state_dict()`` in host memory; ``{}`` where not `keep`. A collective."""
     state = optimizer.state_dict()
-    gathered = {
-        number: {name: _gathered(value, keep) for name, value in entries.items()}
-        for number, entries in sorted(state["state"].items())
-    }
+    gathered = {}
+    for number, parameter in enumerate(_parameters(optimizer)):
+        entries = state["state"].get(number)
+        if (holding := holding_of(parameter)) is not None:
+            gathered[number] = _from_owner(entries, holding)
+        elif entries is not None:
+            gathered[number] = {name: _gathered(value, keep) for name, value in entries.items()}
+    gathered = {number: entries for number, entries in gathered.items() if entries is not None}
     return {**state, "state": gathered} if keep else {}
 
 
@@ -93,10 +113,11 @@ def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, s
 
 def load_whole_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a plain optimizer's ``state_dict()`` into `optimizer`, whose parameters may be sharded. No collective."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = _parameters(optimizer)
     shards = {
         number: {name: _like_state(value, parameters[number]) for name, value in entries.items()}
         for number, entries in state["state"].items()
+        if not is_ghost(parameters[number])
     }
     optimizer.load_state_dict({**state, "state": shards})
 
@@ -131,9 +152,23 @@ def _replace_parameters(
         for index, old in enumerate(group["params"]):
             new = replacement.get(old, old)
             group["params"][index] = new
-            if old in optimizer.state:
-                state = optimizer.state.pop(old)
+            state = optimizer.state.pop(old, None)
+            if (holding := holding_of(old)) is not None:
+                state = _from_owner(state, holding)
+            if state is not None and not is_ghost(new):
                 optimizer.state[new] = {name: convert(value, new) for name, value in state.items()}
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _from_owner(entries: Mapping[str, Any] | None, holding: Holding) -> dict[str, Any] | None:
+    """The whole optimizer state of a parameter, from the stage that owns it. A collective of the pipeline."""
+    if not holding.counts_here or entries is None:
+        return holding.object_from_owner(None)  # type: ignore[no-any-return]
+    here = {name: _whole_here(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
+    return holding.object_from_owner(here)  # type: ignore[no-any-return]
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
@@ -144,7 +179,7 @@ def _first_names(module: nn.Module) -> dict[str, str]:
 
 def _share_memory(gathered: Any, value: Any) -> bool:
     """Whether gathering made no copy: the tensor is plain and on the host, or sharded over a single rank."""
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or is_ghost(value):
         return False
     local = value.to_local() if isinstance(value, DTensor) else value
     return bool(gathered.untyped_storage().data_ptr() == local.untyped_storage().data_ptr())

@@ -205,6 +205,11 @@ def without_unmovable_module(strategy: Strategy) -> Iterator[None]:
     strategy._lightning_module = module
 
 
+def module_bytes(module: nn.Module) -> int:
+    """Bytes of all parameters, wherever they are."""
+    return sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+
+
 def rank_share_of_host_memory(local_world_size: int) -> int:
     """Bytes of host memory for each rank of this machine, within the limit of a container."""
     return host_memory() // max(1, local_world_size)

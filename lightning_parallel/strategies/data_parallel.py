@@ -17,7 +17,7 @@ from lightning_parallel.checkpoint.whole import whole
 from lightning_parallel.errors import check
 from lightning_parallel.footprint import Footprint
 from lightning_parallel.layers import find_layers, layers_violations
-from lightning_parallel.parallelize import LayerPolicies, stack_violations, transform_layers
+from lightning_parallel.parallelize import LayerPolicies, Policies, stack_violations, transform_layers
 from lightning_parallel.strategies.admission import (
     layer_policy_violations,
     module_violations,
@@ -99,7 +99,7 @@ class DataParallelStrategy(ParallelStrategy):
         if not is_overridden("configure_model", model):
             found += module_violations(model, is_fitting=fitting)
             found += layers_violations(model, self._layer_policies.layers)
-            found += stack_violations(model, self._layer_policies)
+            found += stack_violations(model, Policies(layer=self._layer_policies))
         if len(self.replica_devices) > 1 and not model.automatic_optimization:
             found.append(
                 "manual optimization runs backward inside the step, which dp_custom runs in a thread for each of "
@@ -156,7 +156,7 @@ class DataParallelStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
-        check(stack_violations(self.lightning_module, self._layer_policies))
+        check(stack_violations(self.lightning_module, Policies(layer=self._layer_policies)))
         anatomy = find_layers(self.lightning_module, self._layer_policies.layers)
         self._layers_before = transform_layers(self.lightning_module, anatomy, self._layer_policies)
         if len(self.replica_devices) > 1:

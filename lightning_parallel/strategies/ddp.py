@@ -22,7 +22,7 @@ from lightning_parallel.checkpoint.whole import whole
 from lightning_parallel.errors import check
 from lightning_parallel.footprint import Footprint
 from lightning_parallel.layers import find_layers, layers_violations
-from lightning_parallel.parallelize import LayerPolicies, stack_violations, transform_layers
+from lightning_parallel.parallelize import LayerPolicies, Policies, stack_violations, transform_layers
 from lightning_parallel.strategies.admission import layer_policy_violations, sharded_elsewhere_violations
 from lightning_parallel.strategies.optimizers import adopt_optimizers
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
@@ -112,7 +112,7 @@ class DDPStrategy(ProcessGroupStrategy):
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
         found = super().module_violations(module, is_fitting=is_fitting)
         found += layers_violations(module, self._layer_policies.layers) or stack_violations(
-            module, self._layer_policies
+            module, Policies(layer=self._layer_policies)
         )
         return [*found, *sharded_elsewhere_violations(self, module)]
 
@@ -126,7 +126,9 @@ class DDPStrategy(ProcessGroupStrategy):
             self.model = self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
-        check(stack_violations(module, self._layer_policies))  # one made in configure_model is only known now
+        check(
+            stack_violations(module, Policies(layer=self._layer_policies))
+        )  # one made in configure_model is only known now
         anatomy = find_layers(module, self._layer_policies.layers)
         self._layers_before = transform_layers(module, anatomy, self._layer_policies)
         if is_fitting:

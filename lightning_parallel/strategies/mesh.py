@@ -31,21 +31,30 @@ from lightning_parallel.parallelize import (
     stack_violations,
 )
 from lightning_parallel.precision import POLICIES, DtypePolicy, precision_violations
-from lightning_parallel.steps import StepPolicies, Steps
+from lightning_parallel.steps import PipelinedSteps, StepPolicies, Steps
 from lightning_parallel.strategies.admission import (
     forward_method_violations,
     in_backward_violations,
     layer_policy_violations,
+    module_bytes,
     rank_share_of_host_memory,
     tensor_violations,
     unshardable_violations,
 )
 from lightning_parallel.strategies.evaluation import leave_inference_mode
 from lightning_parallel.strategies.optimizers import adopt_optimizers
+from lightning_parallel.strategies.pipelining import PipelinedModule, loss_scale
+from lightning_parallel.strategies.pipelining_admission import (
+    misplaced_violations,
+    pipelined_module_violations,
+    pipelining_violations,
+)
 from lightning_parallel.strategies.precision import sharded_precision
 from lightning_parallel.strategies.stepping import SteppingStrategy
 from lightning_parallel.techniques.accumulation import accumulation_violations
 from lightning_parallel.techniques.offload import offload_violations
+from lightning_parallel.techniques.pipeline.placement import Positions
+from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy, pipeline_violations
 from lightning_parallel.techniques.sharding import abandon_step
 
 if TYPE_CHECKING:
@@ -62,7 +71,7 @@ class MeshStrategy(SteppingStrategy):
         shard: Ranks over which parameters, gradients and optimizer state are sharded; ``"auto"`` is the rest.
         context: Ranks that share one sequence inside the layer stacks (Ulysses; Jacobs et al. 2023).
         tensor: Ranks that share the matrix products and the heads of each layer (Shoeybi et al. 2019).
-        pipeline: Ranks that share the stack of layers. More than 1 is not available in this version.
+        pipeline: Ranks that share the stack of layers, some of its layers each.
         layers: Path or paths of the layer stacks, such as ``"model.layers"``, where the search should not decide;
             ``[]`` for no stack, which gathers all parameters around the whole step.
         forward_methods: Dotted paths of further methods in which parameters are to be gathered, such as
@@ -78,6 +87,12 @@ class MeshStrategy(SteppingStrategy):
         accumulation_sync: When gradients are reduced within an accumulation window: ``"every"`` microstep, in the
             ``"last"`` one, where whole gradients wait for it, or ``"auto"``: in the last one where these fit.
         optimizer_in_backward: Whether parameters are updated as soon as their gradient is reduced.
+        schedule: In which order pipeline stages run microbatches: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``,
+            ``"zbv"`` or ``"dualpipev"``.
+        microbatches: Parts into which a pipeline cuts the batch of a rank; ``"auto"`` is the largest divisor of its
+            size that is at most twice the number of stages.
+        stages: Numbers of layers of the pipeline stages, such as ``[3, 5]``; ``"auto"`` balances parameters.
+        virtual_stages: Pipeline stages of each rank, with ``schedule="interleaved"``.
         float8: Recipe of the stacks' linear maps, ``"tensorwise"`` or ``"rowwise"``; needs the extra ``float8``.
         tensor_plan: How linear maps are split under ``tensor``, where the package should not decide: the end of a
             path, in which ``*`` is one name -> ``"colwise"``, ``"rowwise"`` or ``"replicate"``.
@@ -110,6 +125,10 @@ class MeshStrategy(SteppingStrategy):
         compile: str = "none",
         accumulation_sync: str = "auto",
         optimizer_in_backward: bool = False,
+        schedule: str = "1f1b",
+        microbatches: int | Literal["auto"] = "auto",
+        stages: list[int] | Literal["auto"] = "auto",
+        virtual_stages: int = 1,
         float8: str | None = None,
         tensor_plan: dict[str, str] | None = None,
         sequence: bool = False,
@@ -125,6 +144,13 @@ class MeshStrategy(SteppingStrategy):
             offloads_optimizer=offload == "optimizer",
             updates_in_backward=optimizer_in_backward,
         )
+        self._pipeline_policy = PipelinePolicy(
+            schedule=schedule,
+            microbatches=microbatches,
+            stages=stages if isinstance(stages, str) else tuple(stages),
+            virtual_stages=virtual_stages,
+        )
+        self._pipelined: PipelinedModule | None = None
         self._forward_methods = tuple(forward_methods)
         self._reshard = reshard
         self._offload = offload
@@ -147,8 +173,15 @@ class MeshStrategy(SteppingStrategy):
             degrees = self.degrees
         except ConfigurationError as error:
             return [*found, *error.violations, *self._option_violations(None)]
-        missing = [n for n in ("pipeline",) if getattr(degrees, n) != 1]
-        found += [f"{n}={getattr(degrees, n)} is not available in this version; give {n}=1" for n in missing]
+        if degrees.pipeline != 1:
+            found += pipeline_violations(self._pipeline_policy, int(degrees.pipeline))
+            found += pipelining_violations(
+                degrees,
+                offload=self._offload,
+                float8=self._layer_policies.float8,
+                updates_in_backward=self._step_policies.updates_in_backward,
+                forward_methods=self._forward_methods,
+            )
         return [*found, *self._option_violations(degrees)]
 
     def _option_violations(self, degrees: Degrees | None) -> list[str]:
@@ -170,10 +203,9 @@ class MeshStrategy(SteppingStrategy):
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
         found = super().module_violations(module, is_fitting=is_fitting)
         found += layers_violations(module, self._layer_policies.layers)
-        sizes = {name: getattr(self.degrees, name) for name in ("context", "tensor")}
-        found += stack_violations(
-            module, self._layer_policies, tensor_plan=self._tensor_plan, sequence=self._sequence, **sizes
-        )
+        found += stack_violations(module, self._policies(module), self.degrees)
+        if self.degrees.pipeline != 1:
+            found += pipelined_module_violations(module)
         found += unshardable_violations(module)
         if self._step_policies.updates_in_backward and is_fitting:
             found += in_backward_violations(module, offloads_optimizer=self._step_policies.offloads_optimizer)
@@ -239,14 +271,7 @@ class MeshStrategy(SteppingStrategy):
         assert module is not None
         self.refuse(left_over_violations(module, self._policies(module)))
         self._parallelized = parallelized(module) or self._parallelize(module)
-        self._steps = Steps(
-            module,
-            self._parallelized,
-            self._step_policies,
-            device=self.root_device,
-            ranks_on_device=self.num_processes if self.root_device.type == "cpu" else 1,
-            tell=rank_zero_info,
-        )
+        self._steps = self._make_steps(module, self._parallelized)
         self._inference_modes = leave_inference_mode(trainer)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
@@ -256,8 +281,51 @@ class MeshStrategy(SteppingStrategy):
             if self._offload != "all":
                 _optimizers_to_device(self.optimizers, self.root_device)
             self._steps.adopt(self.optimizers)
+        self._attach_pipeline()
 
-    def _parallelize(self, module: LightningModule) -> Parallelized:
+    def _make_steps(self, module: LightningModule, parallelized: Parallelized) -> Steps:
+        return (Steps if parallelized.cut is None else PipelinedSteps)(
+            module,
+            parallelized,
+            self._step_policies,
+            device=self.root_device,
+            ranks_on_device=self.num_processes if self.root_device.type == "cpu" else 1,
+            tell=rank_zero_info,
+        )
+
+    def _attach_pipeline(self, traced: set[str] | None = None) -> None:
+        module, parallelized, steps = self.lightning_module, self._parallelized, self._steps
+        if module is not None and parallelized is not None and isinstance(steps, PipelinedSteps):
+            self._pipelined = PipelinedModule(
+                module,
+                parallelized,
+                steps,
+                device=self.root_device,
+                loss_scale=lambda: loss_scale(self.precision_plugin),
+                place_again=self._place_again,
+            )
+            self._pipelined.attach([name for name in STEP_METHODS if is_overridden(name, module)], traced)
+
+    def _place_again(self, positions: Positions) -> PipelinedModule:
+        """Cut the module anew, now that a trace has shown where in a step its parameters are used. A collective."""
+        module = self.lightning_module
+        assert module is not None
+        assert self._parallelized is not None
+        assert self._pipelined is not None
+        traced = self._pipelined.detach()
+        self.refuse(
+            misplaced_violations(module, self._parallelized, positions, is_too_large=self._is_too_large(module))
+        )
+        self._make_plain(module, self._parallelized)
+        self._parallelized = self._parallelize(module, positions)
+        adopt_optimizers(self.optimizers, module, self._parallelized.replaced())
+        self.steps.close()
+        self._steps = self._make_steps(module, self._parallelized)
+        self._steps.adopt(self.optimizers)
+        self._attach_pipeline(traced)
+        return self._pipelined
+
+    def _parallelize(self, module: LightningModule, positions: Positions | None = None) -> Parallelized:
         if self._offload != "none" and self.root_device.type == "cpu" and not self._has_told_offload:
             self._has_told_offload = True
             rank_zero_info("offload: the device is the host, so there is nothing to offload; sharding only")
@@ -265,7 +333,8 @@ class MeshStrategy(SteppingStrategy):
         assert converted is module
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
-        return parallelize(module, self.mesh, self.root_device, self._policies(module), self._deferral.record)
+        record = self._deferral.record if positions is None else None
+        return parallelize(module, self.mesh, self.root_device, self._policies(module), record, positions)
 
     def _policies(self, module: LightningModule) -> Policies:
         return Policies(
@@ -278,6 +347,7 @@ class MeshStrategy(SteppingStrategy):
             dtypes=self._precision_policy or POLICIES[str(self.precision_plugin.precision)],
             tensor_plan=self._tensor_plan,
             sequence=self._sequence,
+            pipeline=self._pipeline_policy,
         )
 
     @override
@@ -296,6 +366,8 @@ class MeshStrategy(SteppingStrategy):
         module = self.lightning_module
         if self._steps is not None:
             self._steps.close()
+        if self._pipelined is not None:
+            self._pipelined.detach()
         if module is not None and self._parallelized is not None:
             trainer = module._trainer
             is_interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
@@ -304,13 +376,16 @@ class MeshStrategy(SteppingStrategy):
             # After an error other ranks may be gone: a collective would wait for them until it times out.
             if not is_interrupted or self.world_size == 1:
                 self._make_plain(module, self._parallelized)
-        self._parallelized = self._steps = None
+        self._parallelized = self._steps = self._pipelined = None
         super().teardown()
 
+    def _is_too_large(self, module: LightningModule) -> bool:
+        """Whether a rank should not hold the whole of `module`."""
+        return module_bytes(module) > rank_share_of_host_memory(self.num_processes) // 4
+
     def _make_plain(self, module: LightningModule, parallelized: Parallelized) -> None:
-        size = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
-        share = rank_share_of_host_memory(self.num_processes)
-        if size > share // 4:
+        if self._is_too_large(module):
+            size, share = module_bytes(module), rank_share_of_host_memory(self.num_processes)
             rank_zero_info(
                 f"the module stays sharded: whole it takes {size / 2**30:.1f} GiB, more than a quarter of a rank's "
                 f"{share / 2**30:.1f} GiB of host memory. full_state_dict(trainer) and checkpoints work as before"

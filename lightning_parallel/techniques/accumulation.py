@@ -104,15 +104,30 @@ class GradientReduction:
             Whether there was any.
         """
         has_rest, self._has_held = self._has_held, False
-        if not has_rest or not self._units:
-            return has_rest
+        if has_rest and self._units:
+            self._reduce_held()
+        return has_rest
+
+    def hold_microbatches(self) -> None:
+        """All backwards until `reduce_microbatches` are parts of one: none of them reduces."""
+        for unit in self._units:
+            unit.set_requires_gradient_sync(not _torch.can_hold_gradients(unit), recurse=False)
+
+    def reduce_microbatches(self) -> None:
+        """Reduce what the microbatches of a step left, unless this microstep is one that holds. A collective then."""
+        for unit in self._units:
+            _torch.even_out_held_gradients(unit)
+            unit.set_requires_gradient_sync(True, recurse=False)
+        if self._units and not self.holds_shards:
+            self._reduce_held()
+
+    def _reduce_held(self) -> None:
         # Ranks may differ in what they used, but all of them take part in reducing what one of them holds.
         holding = torch.tensor([_torch.holds_gradients(unit) for unit in self._units], dtype=torch.uint8)
         dist.all_reduce(holding, op=dist.ReduceOp.MAX, group=self._group)
         for unit, is_holding in zip(self._units, holding.tolist(), strict=True):
             if is_holding:
                 _torch.reduce_held_gradients(unit)
-        return True
 
     def after_update(self) -> None:
         """The window has ended. With ``"auto"``, decide by what the first one took. A collective then."""

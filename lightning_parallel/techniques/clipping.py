@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.stages import Holding, holding_of
+
 _Axes = tuple[DeviceMesh | None, tuple[int, ...]]
 
 
@@ -21,7 +23,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) ->
 
     Equals `torch.nn.utils.get_total_norm` of one process. Works on the local shards: that function takes no mixture of
     tensors and DTensors. A collective: one all-reduce of a number for each set of axes over which parameters are
-    sharded.
+    sharded, and one over the stages of a pipeline.
 
     Args:
         parameters: Parameters, each counted once; those without a gradient are left out.
@@ -30,14 +32,19 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) ->
     Example:
         >>> gradient_norm(module.parameters())
     """
+    parameters = list(parameters)
     by_axes: dict[_Axes, list[Tensor]] = defaultdict(list)
-    for gradient in _gradients(parameters):
+    for gradient in _gradients(parameters, counted_here=True):
         by_axes[_sharded_axes(gradient)].append(_local(gradient))
     powers = [_power(group, axes, norm_type) for axes, group in by_axes.items()]
-    if not powers:
-        return torch.tensor(0.0)
-    total = torch.stack([power.to(powers[0].device) for power in powers])
-    return total.max() if math.isinf(norm_type) else total.sum().pow(1.0 / norm_type)
+    is_max = math.isinf(norm_type)
+    total = torch.tensor(0.0)
+    if powers:
+        stacked = torch.stack([power.to(powers[0].device) for power in powers])
+        total = stacked.max() if is_max else stacked.sum()
+    if holding := next((h for h in map(holding_of, parameters) if h is not None), None):
+        total = _over_stages(total, holding, is_max=is_max)
+    return total if is_max else total.pow(1.0 / norm_type)
 
 
 @torch.no_grad()
@@ -87,8 +94,18 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
         torch._foreach_mul_(group, factor.to(device, dtype))
 
 
-def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [parameter.grad for parameter in dict.fromkeys(parameters) if parameter.grad is not None]
+def _gradients(parameters: Iterable[nn.Parameter], *, counted_here: bool = False) -> list[Tensor]:
+    chosen = dict.fromkeys(parameters)
+    if counted_here:  # two stages hold weights that are tied across them, and one counts them
+        chosen = {p: None for p in chosen if (holding := holding_of(p)) is None or holding.counts_here}
+    return [parameter.grad for parameter in chosen if parameter.grad is not None]
+
+
+def _over_stages(total: Tensor, holding: Holding, *, is_max: bool) -> Tensor:
+    """The sum (or maximum) over the stages of a pipeline. A collective."""
+    on_host = total.double().cpu()
+    dist.all_reduce(on_host, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=holding.host_group)
+    return on_host.to(total.device, total.dtype)
 
 
 def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

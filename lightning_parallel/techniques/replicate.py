@@ -40,10 +40,16 @@ def synchronize_module(module: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def synchronize_buffers(module: nn.Module) -> None:
-    """Give every rank the buffers of rank 0, as DDP does before each forward: BatchNorm statistics stay equal."""
+def synchronize_buffers(module: nn.Module, group: ProcessGroup | None = None) -> None:
+    """Give every rank the buffers of rank 0, as DDP does before each forward: BatchNorm statistics stay equal.
+
+    Args:
+        module: The module.
+        group: The ranks that compute the same buffers, by default all; the first of them gives its own.
+    """
     if _is_parallel():
-        _torch.broadcast_tensors([buffer for buffer in module.buffers() if not buffer.is_meta], source=0)
+        buffers = [buffer for buffer in module.buffers() if not buffer.is_meta]
+        _torch.broadcast_tensors(buffers, source=0, group=group)
 
 
 @torch.no_grad()

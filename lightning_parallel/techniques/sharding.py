@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_parallel import _torch
+from lightning_parallel.ghosts import is_ghost
 
 ROOT = ""
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "transformers", "torchvision", "torchmetrics")
@@ -57,7 +58,8 @@ def plan_sharding(module: nn.Module, units: Sequence[str], *, root_is_unit: bool
         whole |= dict.fromkeys(
             _uncast_parameters(module), "BatchNorm or a parametrization, which compute in their own dtype"
         )
-    return ShardingPlan(tuple(paths), whole)
+    present = {name for name, p in module.named_parameters(remove_duplicate=False) if not is_ghost(p)}
+    return ShardingPlan(tuple(paths), {name: reason for name, reason in whole.items() if name in present})
 
 
 def apply_sharding(
@@ -86,10 +88,13 @@ def apply_sharding(
     whole = {parameters[name] for name in plan.whole}
     for parameter in whole:
         parameter.data = parameter.data.to(device)
+    elsewhere = {parameter for parameter in module.parameters() if is_ghost(parameter)}
     for path in plan.units:
         unit = module.get_submodule(path)
         for parameter in unit.parameters():
-            if not parameter.is_contiguous():  # channels_last: FSDP2 takes rows of contiguous tensors only
+            if (
+                parameter not in elsewhere and not parameter.is_contiguous()
+            ):  # channels_last: FSDP2 takes rows of contiguous tensors only
                 parameter.data = parameter.data.contiguous()
         fully_shard(
             unit,
@@ -97,12 +102,27 @@ def apply_sharding(
             reshard_after_forward=_reshard_after_forward(reshard, is_outermost=_is_outermost(path, plan)),
             mp_policy=policy,
             offload_policy=offload,
-            ignored_params=whole,
+            ignored_params=whole | elsewhere,
         )
 
 
-def finish_sharding(module: nn.Module, plan: ShardingPlan, step_methods: Sequence[str]) -> None:
-    """Fix which unit is the root, and gather parameters in methods other than `forward`. After deferred init.
+def finish_sharding(module: nn.Module, plan: ShardingPlan) -> None:
+    """Fix which unit is the root. After deferred init.
+
+    Args:
+        module: The sharded module.
+        plan: What `plan_sharding` decided.
+    """
+    for path in plan.units:
+        unit = module.get_submodule(path)
+        if _is_outermost(path, plan):
+            _torch.initialize_sharding(unit)
+        if path == ROOT:
+            _torch.drop_forward_hooks(unit)
+
+
+def gather_in_steps(module: nn.Module, plan: ShardingPlan, step_methods: Sequence[str]) -> None:
+    """Gather parameters in methods other than `forward`.
 
     Args:
         module: The sharded module.
@@ -111,10 +131,6 @@ def finish_sharding(module: nn.Module, plan: ShardingPlan, step_methods: Sequenc
     """
     for path in plan.units:
         unit = module.get_submodule(path)
-        if _is_outermost(path, plan):
-            _torch.initialize_sharding(unit)
-        if path == ROOT:
-            _torch.drop_forward_hooks(unit)
         for method in ("forward", *step_methods) if path == ROOT else _own_methods(unit):
             _torch.gather_around(unit, method, unit)
 
@@ -150,7 +166,7 @@ def unreduced_parameters(module: nn.Module, plan: ShardingPlan, mesh: DeviceMesh
     return [
         name
         for name, parameter in module.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad and name not in plan.whole and not _is_on(parameter, mesh)
+        if parameter.requires_grad and name not in plan.whole and not (is_ghost(parameter) or _is_on(parameter, mesh))
     ]
 
 

@@ -1,0 +1,170 @@
+"""Tensors that have a shape and no memory: what another pipeline stage holds or computes. Layer 1.
+
+A stage runs all of the user's step, of which only a part is its own. Parameters of other stages are ghosts there, and
+whatever is computed with a ghost is a ghost, at no cost of memory or arithmetic. So nothing of another stage can get
+into a result unseen: what a stage may use is exactly what is no ghost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_parallel import _torch
+from lightning_parallel.errors import ConfigurationError
+
+_READING = ("_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select")
+
+
+class GhostReadError(ConfigurationError):
+    """A step wants the value of a tensor that has none."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What watches operations on ghosts.
+
+    Args:
+        stage: The stage that would compute now.
+        touch: Takes the name of a parameter that an operation takes.
+        refuse: Takes a ghost of another stage that an operation takes.
+    """
+
+    stage: Callable[[], int]
+    touch: Callable[[str], None]
+    refuse: Callable[[Ghost], None]
+
+
+class Ghost(Tensor):
+    """A tensor of which only shape, dtype and device are known.
+
+    Args:
+        meta: Its shape and dtype, on the meta device.
+        device: Where it would be.
+        sources: Names of the parameters that it comes from.
+        trace: What watches operations on it, if anything does.
+        stage: Which stage has computed it; ``None`` for a parameter.
+    """
+
+    meta: Tensor
+    sources: frozenset[str]
+    trace: Trace | None
+    stage: int | None
+    __torch_function__ = _torch.NO_FUNCTION_OVERRIDE
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device, *_: Any, **__: Any) -> Ghost:
+        """A tensor without a storage."""
+        return _torch.tensor_without_storage(cls, meta, device)
+
+    def __init__(
+        self,
+        meta: Tensor,
+        device: torch.device,
+        sources: frozenset[str] = frozenset(),
+        trace: Trace | None = None,
+        stage: int | None = None,
+    ) -> None:
+        self.meta = meta
+        self.sources = sources
+        self.trace = trace
+        self.stage = stage
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do `func` on the meta device."""
+        kwargs = dict(kwargs or {})
+        ghosts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Ghost)]
+        trace, stage = _watch(ghosts)
+        sources = frozenset().union(*(ghost.sources for ghost in ghosts))
+        name = func.overloadpacket.__name__
+        if name in _READING:
+            raise GhostReadError([_read(sources)])
+        if func._schema.is_mutable and not isinstance(args[0], Ghost) and name.endswith("_"):
+            raise GhostReadError([_written(sources)])
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("meta")
+        result = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
+        own = {id(ghost.meta): ghost for ghost in ghosts}
+        device = ghosts[0].device
+
+        def as_ghost(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return own[id(value)] if id(value) in own else Ghost(value, device, sources, trace, stage)
+
+        return tree_map(as_ghost, result)
+
+    def __repr__(self, **_: Any) -> str:
+        """Shape, dtype and where it comes from."""
+        return f"Ghost({tuple(self.shape)}, {self.dtype}, of {', '.join(sorted(self.sources))})"
+
+
+def ghost_like(tensor: Tensor, source: str = "", trace: Trace | None = None, stage: int | None = None) -> Ghost:
+    """A ghost with the shape, dtype and device of `tensor`, which may be on the meta device, sharded or a ghost."""
+    sources = tensor.sources if isinstance(tensor, Ghost) else frozenset()
+    return Ghost(_to_meta(tensor), tensor.device, frozenset({source}) if source else sources, trace, stage)
+
+
+def ghost_parameter(parameter: nn.Parameter, source: str, device: torch.device) -> nn.Parameter:
+    """What stands in the place of a parameter that another stage holds; as trainable as that."""
+    ghost = Ghost(_to_meta(parameter), device, frozenset({source}))
+    return _torch.as_parameter(ghost.requires_grad_(parameter.requires_grad))  # type: ignore[no-any-return]
+
+
+def is_ghost(value: Any) -> bool:
+    """Whether `value` is a tensor of another stage."""
+    return isinstance(value, Ghost)
+
+
+def ghosts_in(values: Any) -> list[Ghost]:
+    """The ghosts among the tensors of nested containers."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Ghost)]
+
+
+def name_sources(ghosts: list[Ghost]) -> str:
+    """Where `ghosts` come from, for people."""
+    names = sorted(frozenset().union(*(ghost.sources for ghost in ghosts)))
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _watch(ghosts: list[Ghost]) -> tuple[Trace | None, int | None]:
+    trace = next((ghost.trace for ghost in ghosts if ghost.trace is not None), None)
+    if trace is None:
+        return None, None
+    stage = trace.stage()
+    for ghost in ghosts:
+        if ghost.stage is None:
+            for name in ghost.sources:
+                trace.touch(name)
+        elif ghost.stage != stage:
+            trace.refuse(ghost)
+    return trace, stage
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, Ghost):
+        return value.meta
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return value
+
+
+def _read(sources: frozenset[str]) -> str:
+    return (
+        f"the step looks at a value that another pipeline stage computes (with {', '.join(sorted(sources)[:4])}): an "
+        ".item(), a print or a branch on what the layers compute can only be done after the last layer, with what "
+        "comes out of it; leave it out, or give pipeline=1"
+    )
+
+
+def _written(sources: frozenset[str]) -> str:
+    return (
+        f"the step writes what another pipeline stage computes (with {', '.join(sorted(sources)[:4])}) into a tensor "
+        "of this one; give pipeline=1"
+    )

@@ -1,0 +1,313 @@
+"""Run Lightning's steps through a pipeline: what a step returns and logs is that of the whole batch, on every rank."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_parallel import _torch
+from lightning_parallel.errors import check
+from lightning_parallel.ghosts import ghosts_in, name_sources
+from lightning_parallel.parallelize import Parallelized
+from lightning_parallel.randomness import RandomState, seed_of_part
+from lightning_parallel.stages import broadcast_object
+from lightning_parallel.steps import PipelinedSteps
+from lightning_parallel.strategies.step_logs import StepLogs
+from lightning_parallel.techniques.pipeline.execution import Execution, evaluation_actions, training_actions
+from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch, merge_outputs
+from lightning_parallel.techniques.pipeline.passage import StageExit
+from lightning_parallel.techniques.pipeline.placement import Positions, corrected, trace_positions
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+TRAINING = "training_step"
+
+
+class PipelinedModule:
+    """Stands in for the step methods of a module whose stack is cut, until `detach`.
+
+    Args:
+        module: The module.
+        parallelized: How it is cut.
+        steps: What happens around its steps.
+        device: This rank's device.
+        loss_scale: By what losses are multiplied before backward.
+        place_again: Takes where parameters are used, if that is not where they are; it replaces this object.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        parallelized: Parallelized,
+        steps: PipelinedSteps,
+        *,
+        device: torch.device,
+        loss_scale: Callable[[], float],
+        place_again: Callable[[Positions], PipelinedModule],
+    ) -> None:
+        assert parallelized.cut is not None
+        self._module = module
+        self._cut = parallelized.cut
+        self._steps = steps
+        self._device = device
+        self._loss_scale = loss_scale
+        self._place_again = place_again
+        self._rank = self._cut.group.rank()
+        self._last_rank = self._cut.plan.rank_of(self._cut.plan.last)
+        self._traced: set[str] = set()
+        self._usual_size: int | None = None
+        self._own: dict[str, Any] = {}
+        self._microsteps: dict[str, _Microstep] = {}
+
+    def attach(self, names: list[str], traced: set[str] | None = None) -> None:
+        """Stand in for the step methods `names`, of which those in `traced` need no second look."""
+        self._traced = traced or set()
+        for name in names:
+            self._own[name] = self._module.__dict__.get(name)
+            microstep = _Microstep(getattr(self._module, name), self._cut.passage.check_end)
+            _torch.gather_around(microstep, "run", self._module)
+            self._microsteps[name] = microstep
+            self._module.__dict__[name] = functools.partial(self.run, name)
+
+    def detach(self) -> set[str]:
+        """Give the module its own methods back; returns those that were traced."""
+        for name, own in self._own.items():
+            self._module.__dict__.pop(name, None)
+            if own is not None:
+                self._module.__dict__[name] = own
+        return self._traced
+
+    def run(self, name: str, batch: Any, *args: Any) -> Any:
+        """The step `name` on a whole batch. A collective of the pipeline."""
+        if name not in self._traced:
+            self._traced.add(name)
+            if (positions := self._misplaced(name, batch, args)) is not None:
+                return self._place_again(positions).run(name, batch, *args)
+        size = batch_size_of(batch)
+        count = self._count(name, size)
+        parts = cut_batch(batch, size, count)
+        with _same_numbers(self._device) as seed:
+            if name != TRAINING:
+                return self._evaluate(name, parts, args, seed, size // count)
+            return self._train(parts, args, seed, size // count)
+
+    def _count(self, name: str, size: int) -> int:
+        policy, num_ranks = self._cut.policy, self._cut.plan.num_ranks
+        if name != TRAINING:
+            return policy.any_microbatches(size, num_ranks)
+        self._usual_size = self._usual_size or size
+        if size < self._usual_size:  # the rest of an epoch: idling once is better than an error
+            return policy.any_microbatches(size, num_ranks)
+        return policy.training_microbatches(size, num_ranks)
+
+    # Both kinds of steps ----------------------------------------------------------------------------------------
+
+    def _train(self, parts: list[Any], args: Any, seed: int, part_size: int) -> Any:
+        scale = self._loss_scale()
+
+        def loss_of(output: Any) -> Tensor:
+            return _loss_in(output) * (scale / len(parts))
+
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            actions = training_actions(self._cut.policy, self._cut.plan, len(parts), self._rank)
+            output = self._execute(TRAINING, actions, parts, args, seed, part_size, loss_of)
+            self._steps.after_microbatches()
+            gradients = [parameter.grad for parameter in parameters]
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+        loss = output["loss"] if isinstance(output, dict) else output
+        loss = _with_gradients(loss, parameters, gradients, scale)
+        return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+    def _evaluate(self, name: str, parts: list[Any], args: Any, seed: int, part_size: int) -> Any:
+        actions = evaluation_actions(self._cut.plan, len(parts), self._rank)
+        return self._execute(name, actions, parts, args, seed, part_size, None)
+
+    def _execute(
+        self,
+        name: str,
+        actions: Any,
+        parts: list[Any],
+        args: Any,
+        seed: int,
+        part_size: int,
+        loss_of: Callable[[Any], Tensor] | None,
+    ) -> Any:
+        logs = StepLogs(self._module)
+        outputs: dict[int, Any] = {}
+
+        def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor | None:
+            own_seed = seed_of_part(seed, microbatch)
+            _draw_from(own_seed)
+            with logs.of(microbatch), _slow_path(), self._cut.passage.open(stage, received, own_seed):
+                torch.clear_autocast_cache()
+                output = self._microsteps[name].run(parts[microbatch], *args)
+            if stage != self._cut.plan.last:
+                return output  # type: ignore[no-any-return]
+            check(_foreign(output, logs))
+            outputs[microbatch] = tree_map(_detached, output)
+            return loss_of(output) if loss_of is not None else None
+
+        Execution(
+            self._cut.plan,
+            group=self._cut.group,
+            host_group=self._cut.host_group,
+            device=self._device,
+            forward=forward,
+            before_backward=self._steps.before_microbatch_backward,
+        ).run(actions)
+        return self._share([outputs[index] for index in sorted(outputs)], logs, part_size)
+
+    def _share(self, outputs: list[Any], logs: StepLogs, part_size: int) -> Any:
+        """The output of the whole batch on all ranks, and its logs replayed there. A collective of the pipeline."""
+        own = merge_outputs(outputs, part_size) if outputs else None
+        message = (tree_map(_on_host, own), logs.collected()) if outputs else None
+        output, records = broadcast_object(message, self._last_rank, self._cut.host_group)
+        logs.replay(records, self._device)
+        if outputs:
+            return own
+        return tree_map(lambda value: value.to(self._device) if isinstance(value, Tensor) else value, output)
+
+    # Where parameters are used ----------------------------------------------------------------------------------
+
+    def _misplaced(self, name: str, batch: Any, args: Any) -> Positions | None:
+        """Where parameters are used, unless each stage has what it uses already."""
+        part = cut_batch(batch, size := batch_size_of(batch), size)[0]
+        with _same_numbers(self._device), StepLogs(self._module).of(0), _slow_path():
+            traced = trace_positions(self._module, self._cut.passage, lambda: self._traced_step(name, part, args))
+        return corrected(self._cut.positions, traced, self._cut.plan, is_first=len(self._traced) == 1)
+
+    def _traced_step(self, name: str, part: Any, args: Any) -> None:
+        output = self._microsteps[name].step(part, *args)
+        if name == TRAINING:
+            _loss_in(output)
+
+
+def loss_scale(precision: Precision) -> float:
+    """By what `precision` multiplies losses before backward."""
+    scaler = getattr(precision, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None else 1.0
+
+
+def _loss_in(output: Any) -> Tensor:
+    loss = output.get("loss") if isinstance(output, dict) else output
+    check([] if isinstance(loss, Tensor) else [_NO_LOSS.format(type(loss).__name__)])
+    return loss  # type: ignore[no-any-return]
+
+
+class _Microstep:
+    """A step method on a microbatch; left by a stage that is not the last one."""
+
+    def __init__(self, step: Callable[..., Any], check_end: Callable[[], None]) -> None:
+        self.step = step
+        self._check_end = check_end
+
+    def run(self, *args: Any) -> Any:
+        try:
+            output = self.step(*args)
+        except StageExit as exit_:
+            return exit_.hidden
+        self._check_end()
+        return output
+
+
+class _Deposit(torch.autograd.Function):
+    """A number whose backward hands out gradients that were computed before, times its own gradient."""
+
+    @staticmethod
+    def forward(context: Any, anchor: Tensor, value: Tensor, deposit: Callable[[Tensor], None]) -> Tensor:
+        context.deposit = deposit
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        context.deposit(gradients[0])
+        return None, None, None
+
+
+def _with_gradients(loss: Tensor, parameters: list[Any], gradients: list[Any], scale: float) -> Tensor:
+    """`loss`, with a backward that adds `gradients`, which are those of `loss` times `scale`.
+
+    Lightning clears old gradients between the step and backward, divides the loss by the microsteps of a window, and
+    scales it; hooks of the user's may do more. All that reaches the gradients through the chain rule.
+    """
+
+    @torch.no_grad()
+    def deposit(factor: Tensor) -> None:
+        factor = factor / scale
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                new = gradient.mul_(factor.to(gradient.dtype))
+                parameter.grad = new if parameter.grad is None else parameter.grad.add_(new)
+
+    anchor = torch.zeros((), device=loss.device, requires_grad=True)
+    result: Tensor = _Deposit.apply(anchor, loss, deposit)
+    return result
+
+
+@contextmanager
+def _same_numbers(device: torch.device) -> Iterator[int]:
+    """A seed that all ranks of a pipeline draw alike; outside, no more than that is drawn."""
+    seed = int(torch.randint(2**62, ()))
+    state = RandomState.take(device)
+    try:
+        yield seed
+    finally:
+        state.restore(device)
+
+
+def _draw_from(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def _slow_path() -> Iterator[None]:
+    """Without the fast path of torch's encoder layers, whose kernel knows no ghosts."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _foreign(output: Any, logs: StepLogs) -> list[str]:
+    ghosts = [*ghosts_in(output), *logs.ghosts()]
+    if not ghosts:
+        return []
+    return [
+        "what the step returns or logs depends on something that only another pipeline stage computes (with "
+        f"{name_sources(ghosts) or 'other layers'}): nothing but the hidden states passes from stage to stage. Leave "
+        "it out, or give pipeline=1"
+    ]
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+_NO_LOSS = (
+    "training_step returns {} for a microbatch, but a pipeline needs a loss in each: a step cannot be skipped in the "
+    "middle. Return a tensor or a dict with 'loss', or give pipeline=1"
+)

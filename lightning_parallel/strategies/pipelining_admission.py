@@ -1,0 +1,73 @@
+"""Why a module or a combination of options cannot be pipelined: every reason at once, before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_parallel.degrees import Degrees
+from lightning_parallel.parallelize import Parallelized
+from lightning_parallel.techniques.pipeline.placement import Positions
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+
+def pipelining_violations(
+    degrees: Degrees, *, offload: str, float8: str | None, updates_in_backward: bool, forward_methods: Sequence[str]
+) -> list[str]:
+    """Options that do not go with a pipeline."""
+    start = f"pipeline={degrees.pipeline}"
+    found = [
+        f"{start} with {name}={getattr(degrees, name)} is not available in this version; give one of the two"
+        for name in ("context", "tensor")
+        if getattr(degrees, name) != 1
+    ]
+    if offload == "all":
+        found.append(f"{start} with offload='all': stages sum gradients on the device; give offload='optimizer'")
+    if float8 not in (None, "none"):
+        found.append(f"{start} with float8={float8!r} is not available in this version; give one of the two")
+    if updates_in_backward:
+        found.append(
+            f"{start} with optimizer_in_backward=True: a gradient is complete only after the last of several "
+            "microbatches; give one of the two"
+        )
+    if forward_methods:
+        found.append(
+            f"{start} with forward_methods={list(forward_methods)}: outside of a step no rank can run all layers; call "
+            "such methods after fit has returned, where the module is whole"
+        )
+    return found
+
+
+def pipelined_module_violations(module: LightningModule) -> list[str]:
+    """Reasons that lie in the module."""
+    found = []
+    if not module.automatic_optimization:
+        found.append(
+            f"{type(module).__name__} optimizes manually, inside of training_step; a pipeline runs that step once for "
+            "each microbatch and stage. Give automatic_optimization=True, or pipeline=1"
+        )
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_overridden(name, module) and "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
+            found.append(f"{name} takes the dataloader's iterator, so there is no batch that a pipeline could cut")
+    return found
+
+
+def misplaced_violations(
+    module: LightningModule, parallelized: Parallelized, positions: Positions, *, is_too_large: bool
+) -> list[str]:
+    """Why parameters that are used elsewhere than their registration says cannot be moved; empty if they can."""
+    if not is_too_large:
+        return []
+    assert parallelized.cut is not None
+    before = parallelized.cut.positions
+    names = [name for name, where in positions.items() if where != before[name]]
+    return [
+        f"{type(module).__name__} registers {len(names)} parameters on the other side of the layer stack than where a "
+        f"step uses them ({', '.join(names[:4])}), and it is too large to be put together and cut again; register them "
+        "in the order in which they are used"
+    ]

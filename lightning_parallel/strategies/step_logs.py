@@ -1,0 +1,143 @@
+"""What a step logs on the last stage of a pipeline, put together over microbatches and logged again on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.ghosts import Ghost, ghosts_in
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+_COMBINED = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "amax": "max", "min": "min", "amin": "min"}
+
+
+@dataclass(frozen=True)
+class _MetricRef:
+    """A metric of the module, by its path, with what it computed last and how often it was updated."""
+
+    path: str
+    last: Any
+    updates: int
+
+
+@dataclass
+class _Call:
+    """One call of ``self.log``."""
+
+    microbatch: int
+    name: str
+    value: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class StepLogs:
+    """The calls of ``self.log`` in one step.
+
+    Args:
+        module: The module whose calls are taken.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._calls: list[_Call] = []
+        self._pending: list[_Call] = []
+
+    @contextmanager
+    def of(self, microbatch: int) -> Iterator[None]:
+        """In here, calls are taken; those of a stage that leaves the step are left to the last stage."""
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            value = value.detach() if isinstance(value, Tensor) else value
+            self._calls.append(_Call(microbatch, name, value, args, kwargs))
+
+        own = self._module.__dict__.get("log")
+        self._module.__dict__["log"] = log
+        try:
+            yield
+        finally:
+            del self._module.__dict__["log"]
+            if own is not None:
+                self._module.__dict__["log"] = own
+
+    def ghosts(self) -> list[Ghost]:
+        """What was logged that only another stage computes."""
+        return ghosts_in([call.value for call in self._calls])
+
+    def collected(self) -> list[_Call]:
+        """The calls that a step on the whole batch would have made."""
+        by_name: dict[tuple[str, int], list[_Call]] = {}
+        seen: dict[tuple[str, int], int] = {}
+        for call in self._calls:
+            occurrence = seen[call.name, call.microbatch] = seen.get((call.name, call.microbatch), -1) + 1
+            by_name.setdefault((call.name, occurrence), []).append(call)
+        return [self._combined(calls) for calls in by_name.values()]
+
+    def replay(self, calls: Sequence[_Call], device: torch.device) -> None:
+        """Log for real what the last stage collected."""
+        for call in calls:
+            value = call.value
+            if isinstance(value, _MetricRef):
+                value = self._metric(value)
+            elif isinstance(value, Tensor):
+                value = value.to(device)
+            self._module.log(call.name, value, *call.args, **call.kwargs)
+
+    def _combined(self, calls: list[_Call]) -> _Call:
+        first = calls[0]
+        if isinstance(first.value, Metric):
+            return _Call(0, first.name, self._reference(first.value), first.args, first.kwargs)
+        sizes = [call.kwargs.get("batch_size") for call in calls]
+        kwargs = dict(first.kwargs)
+        if all(size is not None for size in sizes):
+            kwargs["batch_size"] = sum(sizes)  # type: ignore[arg-type]
+        weights = torch.tensor([1.0 if size is None else float(size) for size in sizes], dtype=torch.float64)
+        values = torch.stack([torch.as_tensor(call.value).reshape(()).double().cpu() for call in calls])
+        how = _combination(first)
+        value = (values * weights).sum() / weights.sum() if how == "mean" else getattr(torch, how)(values)
+        dtype = first.value.dtype if isinstance(first.value, Tensor) else torch.float32
+        value = value.to(dtype if dtype.is_floating_point else torch.float32)
+        return _Call(0, first.name, value, first.args, kwargs)
+
+    def _reference(self, metric: Metric) -> _MetricRef:
+        path = next((path for path, child in self._module.named_modules() if child is metric), None)
+        if path is None:
+            raise ConfigurationError(
+                ["a metric that is logged is no submodule of the LightningModule; make it an attribute of it"]
+            )
+        last = metric._forward_cache
+        return _MetricRef(path, last.cpu() if isinstance(last, Tensor) else last, metric._update_count)
+
+    def _metric(self, reference: _MetricRef) -> Metric:
+        """The same metric here; where it was not updated, it says what it says there, and counts nothing."""
+        metric = self._module.get_submodule(reference.path)
+        assert isinstance(metric, Metric)
+        if metric._update_count != reference.updates:
+            metric._update_count = reference.updates
+            last = reference.last
+            metric._forward_cache = last.to(metric.device) if isinstance(last, Tensor) else last
+        return metric
+
+
+def _combination(call: _Call) -> str:
+    """How values of parts become that of the whole: as Lightning makes one of several batches."""
+    position = 6  # of reduce_fx, behind name and value
+    given = call.kwargs.get("reduce_fx", call.args[position - 2] if len(call.args) > position - 2 else "mean")
+    name = given if isinstance(given, str) else getattr(given, "__name__", "")
+    if name.lower() not in _COMBINED:
+        raise ConfigurationError(
+            [
+                f"self.log({call.name!r}, reduce_fx={given!r}) under pipeline > 1: nobody knows how values of "
+                "microbatches become one; give 'mean', 'sum', 'max' or 'min'"
+            ]
+        )
+    return _COMBINED[name.lower()]

@@ -1,0 +1,1 @@
+"""Pipeline parallel: each rank holds some of the layers, and microbatches flow through them."""

@@ -1,0 +1,100 @@
+"""Cut the stack of a module into stages: who holds what, and the way of a step through it. Layer 2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from lightning_parallel.layers import Anatomy
+from lightning_parallel.stages import Holding, StagePlan, mark
+from lightning_parallel.techniques.pipeline.passage import Passage, apply_passage
+from lightning_parallel.techniques.pipeline.placement import (
+    Positions,
+    hold,
+    plan_stages,
+    positions_by_registration,
+    release,
+)
+from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy, stack_length_violations
+
+
+@dataclass(frozen=True)
+class CutStack:
+    """A stack of which each rank has some stages.
+
+    Args:
+        policy: How it was cut.
+        plan: Which layers are which stage, and where.
+        passage: The way of a step through it.
+        positions: Where in a step each parameter is used.
+        holdings: Which ranks hold it for that.
+        group: The ranks that share the stack.
+        host_group: The same, for host memory.
+    """
+
+    policy: PipelinePolicy
+    plan: StagePlan
+    passage: Passage
+    positions: Positions
+    holdings: dict[str, Holding]
+    group: ProcessGroup
+    host_group: ProcessGroup
+
+    def local(self, anatomy: Anatomy) -> Anatomy:
+        """What of `anatomy` is on this rank. Outside of the stack nothing is a unit: a step is left in the middle."""
+        (stack,) = anatomy.stacks
+        stages = self.plan.stages_of(self.group.rank())
+        layers = tuple(stack.layers[index] for stage in stages for index in self.plan.layers_of(stage))
+        return replace(anatomy, stacks=(replace(stack, layers=layers),), large=())
+
+    def release(self, module: nn.Module, device: torch.device) -> None:
+        """Give up, in place, what other stages hold."""
+        release(module, self.holdings, device)
+
+    def mark(self, module: nn.Module) -> None:
+        """Note on the parameters who holds them, so that norms and checkpoints are those of the whole."""
+        mark(module, self.holdings)
+
+
+def cut_violations(module: nn.Module, anatomy: Anatomy, policy: PipelinePolicy, num_ranks: int) -> list[str]:
+    """Why the layers of `module` cannot be cut into stages over `num_ranks` ranks; empty if they can."""
+    if len(anatomy.stacks) == 1:
+        stack = anatomy.stacks[0]
+        return stack_length_violations(policy, num_ranks, len(stack.layers), stack.path)
+    paths = ", ".join(stack.path for stack in anatomy.stacks)
+    return [
+        f"pipeline={num_ranks} cuts one stack of layers, and {type(module).__name__} has {len(anatomy.stacks)}: "
+        f"{paths}. The layers of a decoder all need what the encoder returns, and only their first argument passes "
+        "from stage to stage; name one stack with layers= if a step goes through no other, or give pipeline=1"
+    ]
+
+
+def cut_stack(
+    module: nn.Module,
+    anatomy: Anatomy,
+    policy: PipelinePolicy,
+    *,
+    group: ProcessGroup,
+    host_group: ProcessGroup,
+    positions: Positions | None = None,
+) -> CutStack:
+    """Plan the stages of the whole `module`, and let its layers be called through a `Passage`. No collective.
+
+    Args:
+        module: The whole module; changed in place, but it holds all parameters until `CutStack.release`.
+        anatomy: Its one stack.
+        policy: How to cut.
+        group: The ranks that share the stack.
+        host_group: The same, for host memory.
+        positions: Where parameters are used, if a step was traced; otherwise, by their order of registration.
+    """
+    if positions is None:
+        positions = positions_by_registration(module, anatomy)
+    plan = plan_stages(module, anatomy, positions, policy, group.size())
+    layers = [(path, module.get_submodule(path)) for path in anatomy.layers]
+    passage = apply_passage(layers, plan)
+    holdings = hold(module, positions, plan, group=group, host_group=host_group)
+    return CutStack(policy, plan, passage, positions, holdings, group, host_group)

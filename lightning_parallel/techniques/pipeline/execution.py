@@ -1,0 +1,215 @@
+"""Run a schedule: compute, send and receive in the order that torch's schedules give. Layer 2.
+
+Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B and interleaved); Qi et al. 2024 (ZB-V); DeepSeek-AI 2024
+(DualPipe). Torch's own executor wants all steps to have the shapes of the first; here, each boundary says once a step
+what shape is coming.
+
+A backward is always that of input and weights together: FSDP2 has no other. V-schedules keep their order, and what they
+win by putting weights off is not won.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_parallel import _torch
+from lightning_parallel.stages import StagePlan
+from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
+
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_HEADER = 10  # dtype, number of dimensions, up to eight sizes
+_Key = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a rank does in a step.
+
+    Args:
+        kind: What, in torch's notation.
+        stage: The stage's number.
+        microbatch: The microbatch's number.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+@functools.lru_cache
+def training_actions(policy: PipelinePolicy, plan: StagePlan, count: int, rank: int) -> tuple[Action, ...]:
+    """What `rank` does in a training step of `count` microbatches."""
+    if policy.fits(count, plan.num_ranks):
+        name = policy.schedule
+        return _parsed(_torch.schedule_actions(name, plan.num_ranks, policy.stages_per_rank, count)[rank])
+    backward = [f"{s}B{m}" for m in range(count) for s in range(plan.last, -1, -1)]  # too few for the schedule
+    return _parsed(_with_transfers(plan, [*_forwards(plan, count), *backward])[rank])
+
+
+@functools.lru_cache
+def evaluation_actions(plan: StagePlan, count: int, rank: int) -> tuple[Action, ...]:
+    """What `rank` does where there is no backward."""
+    return _parsed(_with_transfers(plan, _forwards(plan, count))[rank])
+
+
+def _forwards(plan: StagePlan, count: int) -> list[str]:
+    chunk = plan.num_ranks
+    chunks = range(0, plan.num_stages, chunk)
+    return [f"{s}F{m}" for begin in chunks for m in range(count) for s in range(begin, begin + chunk)]
+
+
+def _with_transfers(plan: StagePlan, computed: list[str]) -> list[list[str]]:
+    by_rank: list[list[str]] = [[] for _ in range(plan.num_ranks)]
+    for action in computed:
+        by_rank[plan.rank_of(int(re.match(r"\d+", action).group()))].append(action)  # type: ignore[union-attr]
+    return _torch.with_transfers(by_rank, is_v=plan.is_v)
+
+
+def _parsed(texts: Sequence[str]) -> tuple[Action, ...]:
+    matches = [_ACTION.fullmatch(text) for text in texts]
+    return tuple(Action(m[2], int(m[1]), int(m[3])) for m in matches if m is not None)
+
+
+class Execution:
+    """One step of the stages of this rank.
+
+    Args:
+        plan: Which stage is where.
+        group: The ranks of the pipeline.
+        host_group: The same, for host memory.
+        device: This rank's device.
+        forward: From a stage, a microbatch and what was received to what the stage hands on; of the last stage, the
+            scalar to go backward from.
+        before_backward: Is called before each backward.
+    """
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        *,
+        group: ProcessGroup,
+        host_group: ProcessGroup,
+        device: torch.device,
+        forward: Callable[[int, int, Tensor | None], Tensor | None],
+        before_backward: Callable[[], None],
+    ) -> None:
+        self._plan = plan
+        self._group = group
+        self._host_group = host_group
+        self._device = device
+        self._forward = forward
+        self._before_backward = before_backward
+        self._arriving: dict[tuple[str, int, int], tuple[Tensor, dist.Work | None]] = {}
+        self._computed: dict[_Key, tuple[Tensor | None, Tensor | None]] = {}
+        self._gradients: dict[_Key, Tensor] = {}
+        self._shapes: dict[int, tuple[torch.dtype, list[int]]] = {}
+        self._sent: list[tuple[Tensor, dist.Work]] = []
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Do all `actions`; returns when nothing is under way any more."""
+        does_backward = any(action.kind in ("B", "I") for action in actions)
+        for action in actions:
+            key = action.stage, action.microbatch
+            if action.kind == "F":
+                self._compute(*key, does_backward=does_backward)
+            elif action.kind in ("B", "I"):
+                self._compute_backward(*key)
+            elif action.kind == "SEND_F":
+                self._send_forward(*key, keeps=does_backward)
+            elif action.kind == "RECV_F":
+                self._receive("F", *key, self._plan.rank_of(action.stage - 1), self._announced(action.stage))
+            elif action.kind == "SEND_B":
+                self._send(self._gradients.pop(key), self._plan.rank_of(action.stage - 1))
+            elif action.kind == "RECV_B":
+                output = self._computed[key][1]
+                assert output is not None
+                self._receive("B", *key, self._plan.rank_of(action.stage + 1), (output.dtype, list(output.shape)))
+        for _, work in self._sent:
+            work.wait()
+        self._sent = []
+
+    # Computing --------------------------------------------------------------------------------------------------
+
+    def _compute(self, stage: int, microbatch: int, *, does_backward: bool) -> None:
+        received = self._arrived("F", stage, microbatch) if stage else None
+        if received is not None and does_backward:
+            received.requires_grad_()
+        output = self._forward(stage, microbatch, received)
+        if stage < self._plan.last and self._is_here(stage + 1):
+            assert output is not None
+            self._arriving["F", stage + 1, microbatch] = (output.detach(), None)
+        if does_backward or not self._is_here(stage + 1):
+            self._computed[stage, microbatch] = (received, output)
+
+    def _compute_backward(self, stage: int, microbatch: int) -> None:
+        received, output = self._computed.pop((stage, microbatch))
+        gradient = self._arrived("B", stage, microbatch) if stage < self._plan.last else None
+        self._before_backward()
+        assert output is not None
+        if output.requires_grad:
+            with torch.autocast(self._device.type, enabled=False):
+                torch.autograd.backward(output, gradient)
+        if received is None:
+            return
+        own = received.grad if received.grad is not None else torch.zeros_like(received)
+        if self._is_here(stage - 1):
+            self._arriving["B", stage - 1, microbatch] = (own, None)
+        else:
+            self._gradients[stage, microbatch] = own
+
+    def _is_here(self, stage: int) -> bool:
+        return stage <= self._plan.last and self._plan.rank_of(stage) == self._group.rank()
+
+    # Sending and receiving --------------------------------------------------------------------------------------
+
+    def _send_forward(self, stage: int, microbatch: int, *, keeps: bool) -> None:
+        key = stage, microbatch
+        output = self._computed[key][1] if keeps else self._computed.pop(key)[1]
+        assert output is not None
+        target = self._plan.rank_of(stage + 1)
+        if stage + 1 not in self._shapes:
+            self._shapes[stage + 1] = output.dtype, list(output.shape)
+            header = [_DTYPES.index(output.dtype), output.ndim, *output.shape]
+            announced = torch.tensor(header + [0] * (_HEADER - len(header)))
+            work = dist.isend(announced, group=self._host_group, group_dst=target)
+            assert work is not None
+            self._sent.append((announced, work))
+        # The receiver made room for the shape of this step's first microbatch.
+        assert self._shapes[stage + 1] == (output.dtype, list(output.shape)), "microbatches of different shapes"
+        self._send(output.detach(), target)
+
+    def _announced(self, stage: int) -> tuple[torch.dtype, list[int]]:
+        """Dtype and shape of what `stage` receives in this step."""
+        if stage not in self._shapes:
+            header = torch.zeros(_HEADER, dtype=torch.int64)
+            dist.recv(header, group=self._host_group, group_src=self._plan.rank_of(stage - 1))
+            kind, ndim, *sizes = header.tolist()
+            self._shapes[stage] = _DTYPES[kind], sizes[:ndim]
+        return self._shapes[stage]
+
+    def _send(self, tensor: Tensor, target: int) -> None:
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, group=self._group, group_dst=target)
+        assert work is not None
+        self._sent.append((tensor, work))
+
+    def _receive(
+        self, kind: str, stage: int, microbatch: int, source: int, form: tuple[torch.dtype, Sequence[int]]
+    ) -> None:
+        room = torch.empty(form[1], dtype=form[0], device=self._device)
+        self._arriving[kind, stage, microbatch] = room, dist.irecv(room, group=self._group, group_src=source)
+
+    def _arrived(self, kind: str, stage: int, microbatch: int) -> Tensor:
+        tensor, work = self._arriving.pop((kind, stage, microbatch))
+        if work is not None:
+            work.wait()
+        return tensor

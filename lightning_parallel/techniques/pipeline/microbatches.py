@@ -1,0 +1,103 @@
+"""Cut a batch into microbatches, and put what comes out of them together again. Layer 2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_parallel.errors import ConfigurationError
+
+
+def batch_size_of(batch: Any) -> int:
+    """The number of samples: the first dimension of the first tensor that has one.
+
+    Raises:
+        ConfigurationError: If there is no such tensor.
+    """
+    sizes: list[int] = []
+    apply_to_collection(batch, Tensor, lambda tensor: sizes.append(tensor.shape[0]) if tensor.ndim else None)
+    if not sizes or not sizes[0]:
+        raise ConfigurationError(
+            [
+                f"a pipeline cuts each batch into microbatches, but this one ({type(batch).__name__}) has no tensor "
+                "with samples along its first dimension; put the samples into tensors, or give pipeline=1"
+            ]
+        )
+    return sizes[0]
+
+
+def cut_batch(batch: Any, batch_size: int, count: int) -> list[Any]:
+    """`count` equal parts of a batch.
+
+    Tensors with `batch_size` entries along the first dimension are cut, so are lists of so many texts or numbers;
+    everything else goes into each part whole.
+    """
+    size = batch_size // count
+
+    def part(value: Any, index: int) -> Any:
+        if isinstance(value, Tensor):
+            is_batched = value.ndim > 0 and value.shape[0] == batch_size
+            return value.narrow(0, index * size, size) if is_batched else value
+        return value
+
+    def lists(value: list[Any], index: int) -> Any:
+        plain = all(isinstance(item, str | bytes | int | float) for item in value)
+        if plain and len(value) == batch_size:
+            return value[index * size : (index + 1) * size]
+        return [cut(item, index) for item in value]
+
+    def cut(value: Any, index: int) -> Any:
+        if type(value) is list:
+            return lists(value, index)
+        if type(value) is dict:
+            return {key: cut(item, index) for key, item in value.items()}
+        if type(value) is tuple:
+            return tuple(cut(item, index) for item in value)
+        return apply_to_collection(value, Tensor, part, index)
+
+    return [cut(batch, index) for index in range(count)]
+
+
+def merge_outputs(outputs: Sequence[Any], size: int) -> Any:
+    """What the whole batch would have given, from the outputs of its equal parts of `size` samples.
+
+    Tensors and lists with an entry for each sample are joined; other numbers are averaged.
+
+    Raises:
+        ConfigurationError: For what is neither, and differs from part to part.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    is_list = lambda value: isinstance(value, list) and len(value) == size  # noqa: E731
+    flat, specs = zip(*(tree_flatten(output, is_leaf=is_list) for output in outputs), strict=True)
+    if any(spec != specs[0] for spec in specs):
+        raise ConfigurationError(["the step returns something of another structure for each microbatch; " + _ADVICE])
+    return tree_unflatten([_merge(values, size) for values in zip(*flat, strict=True)], specs[0])
+
+
+def _merge(values: Sequence[Any], size: int) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor):
+        if first.ndim and first.shape[0] == size:
+            return torch.cat(list(values))
+        if not first.ndim and first.is_floating_point():
+            return torch.stack(list(values)).mean(0)
+        is_same = all(torch.equal(first, value) for value in values)
+    elif isinstance(first, list):
+        return [item for value in values for item in value]
+    elif isinstance(first, float):
+        return sum(values) / len(values)
+    else:
+        is_same = all(value == first for value in values)
+    if is_same:
+        return first
+    form = f"a tensor of shape {tuple(first.shape)}" if isinstance(first, Tensor) else type(first).__name__
+    raise ConfigurationError([f"the step returns {form} that differs from microbatch to microbatch; " + _ADVICE])
+
+
+_ADVICE = "return tensors with a row for each sample, or means over samples, or give pipeline=1"

@@ -1,0 +1,237 @@
+"""Which rank holds which parameter, and what follows from it: ghosts elsewhere, gradients summed. Layer 2.
+
+A layer's parameters are on its stage. What is outside of the stack is on the stage that uses it: known by the order of
+registration at first, and by tracing a step before the first one runs. A parameter that several stages use (tied
+weights, parameters of the module itself) is held by all of them, and its gradient is the sum of theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.ghosts import GhostReadError, ghost_parameter
+from lightning_parallel.layers import Anatomy
+from lightning_parallel.stages import BEFORE_THE_STACK, Holding, StagePlan, balanced, holding_of
+from lightning_parallel.techniques.pipeline.passage import Passage, StageExit
+from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
+
+Positions = dict[str, frozenset[int]]
+"""Name of a parameter or buffer -> where in a step it is used (see `BEFORE_THE_STACK`)."""
+
+
+def positions_by_registration(module: nn.Module, anatomy: Anatomy) -> Positions:
+    """Where parameters and buffers are used, as far as their order tells; aliases of one tensor have it in common."""
+    (stack,) = anatomy.stacks
+    last = len(stack.layers) - 1
+    found: dict[Tensor, set[int]] = defaultdict(set)
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    order = {path: index for index, (path, _) in enumerate(module.named_modules(remove_duplicate=False))}
+    for name, tensor in named:
+        path = name.rpartition(".")[0]
+        layer = next((i for i, at in enumerate(stack.layers) if path == at or path.startswith(f"{at}.")), None)
+        if layer is not None:
+            found[tensor].add(layer)
+        elif not path or f"{stack.path}.".startswith(f"{path}."):  # on a module around the stack: nobody knows when
+            found[tensor] |= {BEFORE_THE_STACK, last}
+        else:
+            found[tensor].add(BEFORE_THE_STACK if order[path] < order[stack.path] else last)
+    return {name: frozenset(found[tensor]) for name, tensor in named}
+
+
+def plan_stages(
+    module: nn.Module, anatomy: Anatomy, positions: Positions, policy: PipelinePolicy, num_ranks: int
+) -> StagePlan:
+    """Cut the stack of `module` into stages; changes nothing."""
+    (stack,) = anatomy.stacks
+    if policy.stages != "auto":
+        counts = tuple(policy.stages)
+    else:
+        sizes = [sum(p.numel() for p in module.get_submodule(path).parameters()) for path in stack.layers]
+        outside: dict[int, int] = defaultdict(int)
+        for name, parameter in module.named_parameters():
+            for position in positions[name]:
+                outside[position] += parameter.numel()
+        first, last = outside[BEFORE_THE_STACK], outside[len(sizes) - 1] - sizes[-1]
+        counts = balanced(sizes, policy.num_stages(num_ranks), first=first, last=last)
+    ends = tuple(sum(counts[: index + 1]) for index in range(len(counts)))
+    return StagePlan(num_ranks, ends, is_v=policy.is_v)
+
+
+def hold(module: nn.Module, positions: Positions, plan: StagePlan, **groups: Any) -> dict[str, Holding]:
+    """Who holds what. `groups` are those of `Holding`. The last stage owns buffers that all stages have."""
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    known: dict[tuple[int, ...], Holding] = {}
+    holdings = {}
+    for name, where in positions.items():
+        ranks = plan.ranks_at(where)
+        ranks = ranks[::-1] if name in buffers else ranks
+        holdings[name] = known.setdefault(ranks, Holding(ranks, **groups))
+    return holdings
+
+
+def release(module: nn.Module, holdings: Mapping[str, Holding], device: torch.device) -> None:
+    """Put ghosts in the place of parameters that are not held here, in place: no memory is left of them."""
+    ghosts: dict[nn.Parameter, nn.Parameter] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if not holdings[name].is_here:
+            if parameter not in ghosts:
+                ghosts[parameter] = ghost_parameter(parameter, name, device)
+            path, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(path), attribute, ghosts[parameter])
+
+
+# Tracing ------------------------------------------------------------------------------------------------------------
+
+
+def trace_positions(module: nn.Module, passage: Passage, step: Callable[[], Any]) -> Positions:
+    """Where a step uses which parameter, found by running it on ghosts; what it changes on the module is undone.
+
+    Args:
+        module: The whole module.
+        passage: The way through its stack.
+        step: The user's step on a microbatch.
+
+    Raises:
+        ConfigurationError: For a step that does not go through the stack from first to last, once.
+    """
+    aliases: dict[Tensor, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        aliases[parameter].append(name)
+    groups = {name: names for names in aliases.values() for name in names}
+    used: dict[str, set[int]] = defaultdict(set)
+
+    def touch(name: str) -> None:
+        if not passage.is_in_layer and all(passage.has(alias) for alias in groups[name]):
+            raise ConfigurationError([_read_outside(name)])
+        for alias in groups[name]:
+            used[alias].add(passage.position)
+
+    has_returned = False
+    with _unchanged(module), passage.traced(module, touch), contextlib.suppress(_ReadError):
+        with _reading_ends_it(passage):
+            step()
+        has_returned = True
+    if has_returned:
+        passage.check_end()
+    return {name: frozenset(positions) for name, positions in used.items()}
+
+
+def _read_outside(name: str) -> str:
+    return (
+        f"the step uses {name} outside of the layer that owns it (a penalty over parameters(), a weight that is used "
+        "twice), where a pipeline stage does not have it; compute it inside of the layer, or give pipeline=1"
+    )
+
+
+class _ReadError(Exception):
+    """The step looked at a value behind the stack, which a trace does not have; a real step will."""
+
+
+@contextlib.contextmanager
+def _reading_ends_it(passage: Passage) -> Iterator[None]:
+    try:
+        yield
+    except StageExit:
+        raise AssertionError("a trace leaves no stage") from None
+    except Exception as error:
+        # Whatever fails behind the last layer fails for want of values: what was seen by then holds.
+        is_refused = isinstance(error, ConfigurationError) and not isinstance(error, GhostReadError)
+        if is_refused or passage.position < passage.plan.num_layers - 1:
+            raise
+        raise _ReadError from None
+
+
+@contextlib.contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """What runs in here leaves no trace on `module`: attributes, lists, buffers, states of metrics."""
+    before = []
+    tensors = {}
+    for submodule in module.modules():
+        values = {k: v for k, v in vars(submodule).items() if k not in ("_parameters", "_modules")}
+        shallow = {k: (v, copy.copy(v)) for k, v in values.items() if type(v) in (list, dict, set)}
+        before.append((submodule, values, shallow))
+        for value in (*values.values(), *submodule._buffers.values()):
+            if isinstance(value, Tensor) and not value.is_meta and not isinstance(value, DTensor):
+                tensors[value] = value.detach().clone()
+    try:
+        yield
+    finally:
+        for submodule, values, shallow in before:
+            for name in set(vars(submodule)) - set(values) - {"_parameters", "_modules"}:
+                del submodule.__dict__[name]
+            submodule.__dict__.update(values)
+            for container, content in shallow.values():
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(content)
+        with torch.no_grad():
+            for tensor, value in tensors.items():
+                tensor.copy_(value)
+
+
+def corrected(before: Positions, traced: Positions, plan: StagePlan, *, is_first: bool) -> Positions | None:
+    """`before` with the places that a trace found; ``None`` if every stage holds already what it uses.
+
+    Args:
+        before: What is assumed now.
+        traced: What the trace found.
+        plan: Which stage is where.
+        is_first: Whether `before` is not from a trace, so that a parameter leaves a place at which it is not used.
+    """
+    merged = {}
+    is_wrong = False
+    for name, where in before.items():
+        seen = traced.get(name, frozenset())
+        missing = set(plan.ranks_at(seen)) - set(plan.ranks_at(where)) if seen else set()
+        is_wrong = is_wrong or bool(missing)
+        merged[name] = (seen if is_first else seen | where) if missing else where
+    return merged if is_wrong else None
+
+
+# Gradients ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def sum_shared_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Give each stage that holds a parameter the sum of the gradients of all that do. A collective of the pipeline.
+
+    Args:
+        parameters: All parameters of the module, each once, in the same order on every rank.
+    """
+    shared = [(p, h) for p in parameters if (h := holding_of(p)) is not None and len(h.ranks) > 1]
+    if not shared:
+        return
+    used = torch.tensor([p.grad is not None for p, _ in shared], dtype=torch.uint8)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=shared[0][1].host_group)
+    for (parameter, holding), is_used in zip(shared, used.tolist(), strict=True):
+        if is_used and holding.is_here:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            _add_others(_local(parameter.grad), holding)
+
+
+def _add_others(gradient: Tensor, holding: Holding) -> None:
+    # Every holder adds in the same order, so that all have the same sum to the last bit.
+    me = holding.group.rank()
+    parts = {rank: gradient.clone() if rank == me else torch.empty_like(gradient) for rank in holding.ranks}
+    others = [rank for rank in holding.ranks if rank != me]
+    operations = [dist.P2POp(dist.isend, parts[me], group=holding.group, group_peer=rank) for rank in others]
+    operations += [dist.P2POp(dist.irecv, parts[rank], group=holding.group, group_peer=rank) for rank in others]
+    for work in dist.batch_isend_irecv(operations) if operations and gradient.numel() else ():
+        work.wait()
+    gradient.zero_()
+    for rank in holding.ranks:
+        gradient.add_(parts[rank])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

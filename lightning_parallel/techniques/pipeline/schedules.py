@@ -1,0 +1,160 @@
+"""Which schedules there are, what each needs, and how many microbatches a batch is cut into. Layer 2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_parallel import _torch
+from lightning_parallel.errors import ConfigurationError
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePolicy:
+    """How a stack is cut and in which order its parts run; knows no module.
+
+    Args:
+        schedule: One of `SCHEDULES`.
+        microbatches: Parts of a rank's batch; ``"auto"`` is the largest divisor that is at most twice the stages.
+        stages: Layers of each stage; ``"auto"`` balances parameters.
+        virtual_stages: Stages of each rank.
+    """
+
+    schedule: str = "1f1b"
+    microbatches: int | Literal["auto"] = "auto"
+    stages: Sequence[int] | Literal["auto"] = "auto"
+    virtual_stages: int = 1
+
+    @property
+    def is_v(self) -> bool:
+        """Whether a rank has a stage from each end."""
+        return self.schedule in _torch.V_SCHEDULES
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages of each rank; V-schedules always have two."""
+        return 2 if self.is_v else self.virtual_stages
+
+    def num_stages(self, num_ranks: int) -> int:
+        """Stages of all ranks."""
+        return num_ranks * self.stages_per_rank
+
+    def least_microbatches(self, num_ranks: int) -> int:
+        """The fewest microbatches of a training step with which no stage idles throughout."""
+        return self.num_stages(num_ranks) if self.schedule == "dualpipev" else num_ranks
+
+    def fits(self, count: int, num_ranks: int) -> bool:
+        """Whether the schedule can run `count` microbatches."""
+        if count < self.least_microbatches(num_ranks):
+            return False
+        return self.schedule != "interleaved" or count % (count // num_ranks) == 0
+
+    def training_microbatches(self, batch_size: int, num_ranks: int) -> int:
+        """Parts of a batch of `batch_size` samples in training.
+
+        Raises:
+            ConfigurationError: If it cannot be cut as given, or into too few parts.
+        """
+        divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0 and self.fits(n, num_ranks)]
+        start = f"a batch of {batch_size} samples a rank"
+        if self.microbatches != "auto":
+            possible = ", ".join(map(str, divisors)) or "none"
+            if self.microbatches not in divisors:
+                raise ConfigurationError(
+                    [
+                        f"{start} cannot be cut into microbatches={self.microbatches} with schedule={self.schedule!r} "
+                        f"over {num_ranks} ranks; possible: {possible}; or give another batch size"
+                    ]
+                )
+            return self.microbatches
+        limit = 2 * self.num_stages(num_ranks)
+        if not divisors or divisors[0] > limit:
+            least = self.least_microbatches(num_ranks)
+            raise ConfigurationError(
+                [
+                    f"{start} has no divisor from {least} to {limit} that schedule={self.schedule!r} can run as "
+                    f"microbatches over {num_ranks} ranks; give a batch size that {least} divides, microbatches=, or a "
+                    "smaller pipeline"
+                ]
+            )
+        return max(n for n in divisors if n <= limit)
+
+    def any_microbatches(self, batch_size: int, num_ranks: int) -> int:
+        """Parts of a batch that comes as it is: in evaluation, and the last one of an epoch."""
+        limit = 2 * self.num_stages(num_ranks) if self.microbatches == "auto" else self.microbatches
+        return max(n for n in range(1, batch_size + 1) if batch_size % n == 0 and n <= limit)
+
+
+def pipeline_violations(policy: PipelinePolicy, num_ranks: int) -> list[str]:
+    """Why `policy` cannot hold over `num_ranks` ranks, whatever the module is; empty if it can."""
+    found = []
+    name = policy.schedule
+    if name not in SCHEDULES:
+        found.append(f"schedule={name!r} is unknown; possible: {', '.join(SCHEDULES)}")
+    virtual = policy.virtual_stages
+    if isinstance(virtual, bool) or not isinstance(virtual, int) or virtual < 1:
+        return [*found, f"virtual_stages={virtual!r} is not a number of stages; give at least 1"]
+    if name in ("gpipe", "1f1b") and virtual != 1:
+        found.append(
+            f"virtual_stages={virtual} with schedule={name!r}, which has one stage a rank; give schedule='interleaved'"
+        )
+    if name == "interleaved" and virtual < 2:
+        found.append(
+            "schedule='interleaved' needs virtual_stages of at least 2 on each rank; give virtual_stages=2, or "
+            "schedule='1f1b'"
+        )
+    if policy.is_v and virtual not in (1, 2):
+        found.append(f"virtual_stages={virtual} with schedule={name!r}, which has two stages a rank; give 2")
+    return [*found, *_count_violations(policy, num_ranks), *_stage_violations(policy, num_ranks)]
+
+
+def stack_length_violations(policy: PipelinePolicy, num_ranks: int, num_layers: int, path: str) -> list[str]:
+    """Why a stack of `num_layers` layers cannot be cut as `policy` says; empty if it can."""
+    stages = policy.num_stages(num_ranks)
+    if policy.stages != "auto" and sum(policy.stages) != num_layers:
+        return [
+            f"stages={list(policy.stages)} are {sum(policy.stages)} layers, but {path} has {num_layers}; give {stages} "
+            f"numbers with sum {num_layers}, or 'auto'"
+        ]
+    if num_layers < stages:
+        return [
+            f"{path} has {num_layers} layers, fewer than the {stages} stages of pipeline={num_ranks} with "
+            f"{policy.stages_per_rank} on each rank; give pipeline={num_layers // policy.stages_per_rank or 1} or less"
+        ]
+    return []
+
+
+def _count_violations(policy: PipelinePolicy, num_ranks: int) -> list[str]:
+    count = policy.microbatches
+    if count == "auto":
+        return []
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        return [f"microbatches={count!r} is not a number of parts of a batch; give at least 1, or 'auto'"]
+    least = policy.least_microbatches(num_ranks)
+    if count < least:
+        return [
+            f"microbatches={count} are fewer than the {least} stages of pipeline={num_ranks}, so some stage would "
+            f"always idle; give {least} or more, or 'auto'"
+        ]
+    if not policy.fits(count, num_ranks):
+        legal = [n for n in range(least, 2 * count + 1) if policy.fits(n, num_ranks)]
+        return [
+            f"microbatches={count} with schedule='interleaved' over {num_ranks} ranks go in unequal rounds; possible: "
+            f"{', '.join(map(str, legal))}"
+        ]
+    return []
+
+
+def _stage_violations(policy: PipelinePolicy, num_ranks: int) -> list[str]:
+    given, stages = policy.stages, policy.num_stages(num_ranks)
+    if given == "auto":
+        return []
+    numbers = [] if isinstance(given, str) else list(given)
+    if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in numbers):
+        return [f"stages={given!r} are not numbers of layers of at least 1; give {stages} of them, or 'auto'"]
+    if len(numbers) != stages:
+        return [f"stages={numbers} are {len(numbers)} stages, but there are {stages}; give {stages} numbers, or 'auto'"]
+    return []
