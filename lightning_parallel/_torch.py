@@ -37,9 +37,7 @@ def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(list(meshes))
 
 
-def broadcast_tensors(
-    tensors: Sequence[Tensor], *, source: int, group: Any = None, bucket_bytes: int = 2**26
-) -> None:
+def broadcast_tensors(tensors: Sequence[Tensor], *, source: int, group: Any = None, bucket_bytes: int = 2**26) -> None:
     """Broadcast many tensors from rank `source` of `group`, by default of all ranks, a bucket a collective.
 
     `torch.distributed._broadcast_coalesced`, since 1.0; what DDP itself uses, no public spelling.
@@ -183,7 +181,7 @@ def forget_sharding(module: nn.Module) -> None:
     _composable_state._module_state_mapping.pop(module, None)
 
 
-def gather_around(holder: nn.Module, method: str, unit: nn.Module) -> None:
+def gather_around(holder: Any, method: str, unit: nn.Module) -> None:
     """While ``holder.method`` runs, the parameters of `unit` are gathered.
 
     `register_fsdp_forward_method` (public) does this for a method that nobody calls from within `forward`; ours may
@@ -401,7 +399,7 @@ ATTENTIONS = _operations(
 
 
 NO_FUNCTION_OVERRIDE = torch._C._disabled_torch_function_impl
-"""What `__torch_function__` of a subclass is that looks at operations below autograd only; since 1.7, no public name."""
+"""`__torch_function__` of a subclass that looks at operations below autograd only; since 1.7, no public name."""
 
 
 def tensor_without_storage(cls: type[Any], meta: Tensor, device: torch.device) -> Any:

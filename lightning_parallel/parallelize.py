@@ -189,7 +189,8 @@ def parallelize(
     check(stack_violations(module, policies.layer, mesh.degrees, policies.pipeline))
     anatomy = find_layers(module, policies.layer.layers)
     pipeline = Footprint(module)
-    cut = _cut(module, anatomy, mesh, policies.pipeline, positions)
+    groups = {"group": mesh.pipeline_group, "host_group": mesh.pipeline_host_group}
+    cut = cut_stack(module, anatomy, policies.pipeline, **groups, positions=positions)
     anatomy = anatomy if cut is None else cut.local(anatomy)
     pipeline.close()
     stacks = [[(path, module.get_submodule(path)) for path in stack.layers] for stack in anatomy.stacks]
@@ -262,16 +263,6 @@ def transform_layers(
     return footprint
 
 
-def _cut(
-    module: nn.Module, anatomy: Anatomy, mesh: Mesh, policy: PipelinePolicy, positions: Positions | None
-) -> CutStack | None:
-    if mesh.pipeline_group is None:
-        return None
-    assert mesh.pipeline_host_group is not None
-    groups = {"group": mesh.pipeline_group, "host_group": mesh.pipeline_host_group}
-    return cut_stack(module, anatomy, policy, **groups, positions=positions)
-
-
 def stack_violations(
     module: nn.Module,
     policies: LayerPolicies,
@@ -288,7 +279,7 @@ def stack_violations(
     if layers:
         compiles = policies.compile == "layers"
         return [
-            *(cut_violations(module, anatomy, pipeline, cutting["pipeline"]) if pipeline and "pipeline" in cutting else []),
+            *cut_violations(module, anatomy, pipeline, cutting.get("pipeline", 1)),
             *unfitting_violations(layers, policies.float8),
             *statistics_violations(layers, policies.recompute, compiles=compiles),
         ]

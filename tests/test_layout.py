@@ -65,7 +65,9 @@ def test_imports_go_down(path: Path) -> None:
     own = name_of(path)
     for other in own_imports(path):
         same_folder = other.partition(".")[0] == own.partition(".")[0] and "." in other
-        is_sibling_technique = same_folder and own.startswith("techniques.") and technique_of(other) != technique_of(own)
+        is_sibling_technique = (
+            same_folder and own.startswith("techniques.") and technique_of(other) != technique_of(own)
+        )
         assert not is_sibling_technique, f"{own} imports its sibling {other}"
         assert layer_of(other) < layer_of(own) or same_folder, f"{own} imports {other}"
 

@@ -23,7 +23,7 @@ from lightning_parallel.stages import balanced
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 from tests.cases import CASES, GPT, ByteGPT, Case, data_of, next_token_loss
 from tests.collectives import Collectives
-from tests.parity import GLOBAL_BATCH, STEPS, TOLERANCE, Outcome, Recorder, is_moving, make_trainer, worst
+from tests.parity import GLOBAL_BATCH, TOLERANCE, Outcome, Recorder, is_moving, make_trainer, worst
 from tests.test_context import MODULES as OF_CONTEXT
 from tests.test_context import batches
 
@@ -351,7 +351,7 @@ def sent(strategy: str, num_readers: int) -> dict[str, int]:
 
     trainer = make_trainer(build_strategy(strategy), dist.get_world_size())
     trainer.fit(Module(), batches("byte_gpt", num_readers, 3))
-    count = {kind: 0 for kind in ("send", "recv_", "reduce_scatter")}
+    count = dict.fromkeys(("send", "recv_", "reduce_scatter"), 0)
     for (kind, dtype), number in mode.counts.items():
         if dtype == torch.float32 and kind in count:
             count[kind] += number
@@ -504,9 +504,7 @@ def test_balance() -> None:
     assert balanced([10, 10], 2, first=900, last=0) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"), [(8, 4), (12, 4), (6, 3), (2, 2)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("size", "expected"), [(8, 4), (12, 4), (6, 3), (2, 2)], ids=lambda value: str(value))
 def test_number_of_microbatches(size: int, expected: int) -> None:
     policy = PipelinePolicy()
     assert policy.training_microbatches(size, 2) == expected

@@ -23,6 +23,7 @@ from lightning_parallel.stages import broadcast_object
 from lightning_parallel.steps import PipelinedSteps
 from lightning_parallel.strategies.step_logs import StepLogs
 from lightning_parallel.techniques.pipeline.execution import Execution, evaluation_actions, training_actions
+from lightning_parallel.techniques.pipeline.gradients import GradientsOfStep
 from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch, merge_outputs
 from lightning_parallel.techniques.pipeline.passage import StageExit
 from lightning_parallel.techniques.pipeline.placement import Positions, corrected, trace_positions
@@ -118,20 +119,11 @@ class PipelinedModule:
         def loss_of(output: Any) -> Tensor:
             return _loss_in(output) * (scale / len(parts))
 
-        parameters = [p for p in self._module.parameters() if p.requires_grad]
-        before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        try:
+        with GradientsOfStep([p for p in self._module.parameters() if p.requires_grad]) as gradients:
             actions = training_actions(self._cut.policy, self._cut.plan, len(parts), self._rank)
             output = self._execute(TRAINING, actions, parts, args, seed, part_size, loss_of)
             self._steps.after_microbatches()
-            gradients = [parameter.grad for parameter in parameters]
-        finally:
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = gradient
-        loss = output["loss"] if isinstance(output, dict) else output
-        loss = _with_gradients(loss, parameters, gradients, scale)
+        loss = gradients.attached_to(_loss_in(output), scale=scale)
         return {**output, "loss": loss} if isinstance(output, dict) else loss
 
     def _evaluate(self, name: str, parts: list[Any], args: Any, seed: int, part_size: int) -> Any:
@@ -205,7 +197,7 @@ def loss_scale(precision: Precision) -> float:
 
 
 def _loss_in(output: Any) -> Tensor:
-    loss = output.get("loss") if isinstance(output, dict) else output
+    loss: Any = output.get("loss") if isinstance(output, dict) else output
     check([] if isinstance(loss, Tensor) else [_NO_LOSS.format(type(loss).__name__)])
     return loss  # type: ignore[no-any-return]
 
@@ -224,40 +216,6 @@ class _Microstep:
             return exit_.hidden
         self._check_end()
         return output
-
-
-class _Deposit(torch.autograd.Function):
-    """A number whose backward hands out gradients that were computed before, times its own gradient."""
-
-    @staticmethod
-    def forward(context: Any, anchor: Tensor, value: Tensor, deposit: Callable[[Tensor], None]) -> Tensor:
-        context.deposit = deposit
-        return value.clone()
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        context.deposit(gradients[0])
-        return None, None, None
-
-
-def _with_gradients(loss: Tensor, parameters: list[Any], gradients: list[Any], scale: float) -> Tensor:
-    """`loss`, with a backward that adds `gradients`, which are those of `loss` times `scale`.
-
-    Lightning clears old gradients between the step and backward, divides the loss by the microsteps of a window, and
-    scales it; hooks of the user's may do more. All that reaches the gradients through the chain rule.
-    """
-
-    @torch.no_grad()
-    def deposit(factor: Tensor) -> None:
-        factor = factor / scale
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None:
-                new = gradient.mul_(factor.to(gradient.dtype))
-                parameter.grad = new if parameter.grad is None else parameter.grad.add_(new)
-
-    anchor = torch.zeros((), device=loss.device, requires_grad=True)
-    result: Tensor = _Deposit.apply(anchor, loss, deposit)
-    return result
 
 
 @contextmanager

@@ -103,10 +103,7 @@ class StepLogs:
         weights = torch.tensor([1.0 if size is None else float(size) for size in sizes], dtype=torch.float64)
         values = torch.stack([torch.as_tensor(call.value).reshape(()).double().cpu() for call in calls])
         how = _combination(first)
-        if how == "mean":
-            value = (values * weights).sum() / weights.sum()
-        else:
-            value = getattr(torch, how)(values)
+        value = (values * weights).sum() / weights.sum() if how == "mean" else getattr(torch, how)(values)
         dtype = first.value.dtype if isinstance(first.value, Tensor) else torch.float32
         value = value.to(dtype if dtype.is_floating_point else torch.float32)
         return _Call(0, first.name, value, first.args, kwargs)
@@ -117,7 +114,7 @@ class StepLogs:
             raise ConfigurationError(
                 ["a metric that is logged is no submodule of the LightningModule; make it an attribute of it"]
             )
-        last = metric._forward_cache
+        last: Any = metric._forward_cache
         return _MetricRef(path, last.cpu() if isinstance(last, Tensor) else last, metric._update_count)
 
     def _metric(self, reference: _MetricRef) -> Metric:
@@ -126,8 +123,8 @@ class StepLogs:
         assert isinstance(metric, Metric)
         if metric._update_count != reference.updates:
             metric._update_count = reference.updates
-            last = reference.last
-            metric._forward_cache = last.to(metric.device) if isinstance(last, Tensor) else last
+            last: Any = reference.last
+            metric._forward_cache = last.to(metric.device) if isinstance(last, Tensor) else last  # type: ignore[assignment]
         return metric
 
 

@@ -92,7 +92,9 @@ def apply_sharding(
     for path in plan.units:
         unit = module.get_submodule(path)
         for parameter in unit.parameters():
-            if parameter not in elsewhere and not parameter.is_contiguous():  # channels_last: FSDP2 takes rows of contiguous tensors only
+            if (
+                parameter not in elsewhere and not parameter.is_contiguous()
+            ):  # channels_last: FSDP2 takes rows of contiguous tensors only
                 parameter.data = parameter.data.contiguous()
         fully_shard(
             unit,
