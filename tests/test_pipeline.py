@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
+from torchmetrics import CatMetric, MeanMetric
 
 from lightning_parallel import ConfigurationError, build_strategy, full_state_dict
 from lightning_parallel.callbacks import GradientNorm
@@ -194,6 +194,7 @@ class Metered(Deep):
         super().__init__(optimizer)
         self.accuracy = MeanMetric()
         self.val_loss = MeanMetric()
+        self.losses = CatMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         logits = self(batch[0])
@@ -207,11 +208,18 @@ class Metered(Deep):
         return {"loss": loss, "logits": logits.detach()}
 
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(*batch)
+        logits = self(batch[0])
+        loss = next_token_loss(logits, batch[0])
         self.val_loss.update(loss, weight=len(batch[0]))
+        self.losses.update(logits.mean((1, 2)))
         self.log("val_metric", self.val_loss)
         self.log("val_loss", loss, sync_dist=True)
         return loss
+
+    def on_validation_epoch_end(self) -> None:
+        losses = self.losses.compute()
+        self.log_dict({"num_samples": float(len(losses)), "spread": losses.std()})
+        self.losses.reset()
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self(batch[0])

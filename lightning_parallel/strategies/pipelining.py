@@ -22,6 +22,7 @@ from lightning_parallel.randomness import RandomState, seed_of_part
 from lightning_parallel.stages import broadcast_object
 from lightning_parallel.steps import PipelinedSteps
 from lightning_parallel.strategies.step_logs import StepLogs
+from lightning_parallel.strategies.step_metrics import StepMetrics
 from lightning_parallel.techniques.pipeline.execution import Execution, evaluation_actions, training_actions
 from lightning_parallel.techniques.pipeline.gradients import GradientsOfStep
 from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch, merge_outputs
@@ -140,7 +141,7 @@ class PipelinedModule:
         part_size: int,
         loss_of: Callable[[Any], Tensor] | None,
     ) -> Any:
-        logs = StepLogs(self._module)
+        logs, metrics = StepLogs(self._module), StepMetrics(self._module)
         outputs: dict[int, Any] = {}
 
         def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor | None:
@@ -163,13 +164,15 @@ class PipelinedModule:
             forward=forward,
             before_backward=self._steps.before_microbatch_backward,
         ).run(actions)
-        return self._share([outputs[index] for index in sorted(outputs)], logs, part_size)
+        return self._share([outputs[index] for index in sorted(outputs)], logs, metrics, part_size)
 
-    def _share(self, outputs: list[Any], logs: StepLogs, part_size: int) -> Any:
+    def _share(self, outputs: list[Any], logs: StepLogs, metrics: StepMetrics, part_size: int) -> Any:
         """The output of the whole batch on all ranks, and its logs replayed there. A collective of the pipeline."""
         own = merge_outputs(outputs, part_size) if outputs else None
-        message = (tree_map(_on_host, own), logs.collected()) if outputs else None
-        output, records = broadcast_object(message, self._last_rank, self._cut.host_group)
+        message = (tree_map(_on_host, own), logs.collected(), metrics.updated()) if outputs else None
+        output, records, updated = broadcast_object(message, self._last_rank, self._cut.host_group)
+        if not outputs:
+            metrics.follow(updated)
         logs.replay(records, self._device)
         if outputs:
             return own
