@@ -79,7 +79,9 @@ class PipelinedModule:
             microstep = _Microstep(getattr(self._module, name), self._cut.passage.check_end)
             _torch.gather_around(microstep, "run", self._module)
             self._microsteps[name] = microstep
-            self._module.__dict__[name] = functools.partial(self.run, name)
+            # Lightning looks at the signature to decide what to pass.
+            run = functools.update_wrapper(functools.partial(self.run, name), microstep.step)
+            self._module.__dict__[name] = run
 
     def detach(self) -> set[str]:
         """Give the module its own methods back; returns those that were traced."""
@@ -91,13 +93,13 @@ class PipelinedModule:
 
     def run(self, name: str, batch: Any, *args: Any) -> Any:
         """The step `name` on a whole batch. A collective of the pipeline."""
-        if name not in self._traced:
-            self._traced.add(name)
-            if (positions := self._misplaced(name, batch, args)) is not None:
-                return self._place_again(positions).run(name, batch, *args)
         size = batch_size_of(batch)
         count = self._count(name, size)
         parts = cut_batch(batch, size, count)
+        if name not in self._traced:
+            self._traced.add(name)
+            if (positions := self._misplaced(name, parts[0], args)) is not None:
+                return self._place_again(positions).run(name, batch, *args)
         with _same_numbers(self._device) as seed:
             if name != TRAINING:
                 return self._evaluate(name, parts, args, seed, size // count)
@@ -180,9 +182,8 @@ class PipelinedModule:
 
     # Where parameters are used ----------------------------------------------------------------------------------
 
-    def _misplaced(self, name: str, batch: Any, args: Any) -> Positions | None:
+    def _misplaced(self, name: str, part: Any, args: Any) -> Positions | None:
         """Where parameters are used, unless each stage has what it uses already."""
-        part = cut_batch(batch, size := batch_size_of(batch), size)[0]
         with _same_numbers(self._device), StepLogs(self._module).of(0), _slow_path():
             traced = trace_positions(self._module, self._cut.passage, lambda: self._traced_step(name, part, args))
         return corrected(self._cut.positions, traced, self._cut.plan, is_first=len(self._traced) == 1)

@@ -22,6 +22,7 @@ from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.ghosts import Ghost, Watch, ghost_like, ghosts_in, is_ghost, name_sources
 from lightning_parallel.randomness import seed_of_part
 from lightning_parallel.stages import BEFORE_THE_STACK, StagePlan
+from lightning_parallel.techniques.pipeline.rehearsal import unchanged
 
 
 class StageExit(BaseException):
@@ -143,10 +144,15 @@ class Passage:
             hidden = _take_hidden(args, kwargs)
             args, kwargs = _with_hidden(hidden if is_ghost(hidden) else ghost_like(hidden), args, kwargs)
             self.is_in_layer = True
-            with torch.no_grad(), ghosts_in_place(layer) if self._watch is None else contextlib.nullcontext():
-                self._handed_on[key] = tree_map(_as_value, forward(*args, **kwargs))
+            self._handed_on[key] = self._rehearsed(layer, forward, args, kwargs)
             self.is_in_layer = False
         return tree_map(lambda value: value.detach() if is_ghost(value) else value, self._handed_on[key])
+
+    def _rehearsed(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._watch is not None:  # all of the module is ghosts already, and what changes is undone
+            return tree_map(_as_value, forward(*args, **kwargs))
+        with torch.no_grad(), unchanged(layer), ghosts_in_place(layer):
+            return tree_map(_as_value, forward(*args, **kwargs))
 
     def _check_hidden(self, index: int, hidden: Any) -> Tensor:
         if is_ghost(hidden) and self._watch is None:

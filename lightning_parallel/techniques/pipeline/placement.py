@@ -8,20 +8,19 @@ weights, parameters of the module itself) is held by all of them, and its gradie
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.ghosts import GhostReadError, ghost_parameter
 from lightning_parallel.layers import Anatomy
 from lightning_parallel.stages import BEFORE_THE_STACK, Holding, StagePlan, balanced
 from lightning_parallel.techniques.pipeline.passage import Passage, StageExit
+from lightning_parallel.techniques.pipeline.rehearsal import unchanged
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
 Positions = dict[str, frozenset[int]]
@@ -116,7 +115,7 @@ def trace_positions(module: nn.Module, passage: Passage, step: Callable[[], Any]
             used[alias].add(passage.position)
 
     has_returned = False
-    with _unchanged(module), passage.traced(module, touch), contextlib.suppress(_ReadError):
+    with unchanged(module), passage.traced(module, touch), contextlib.suppress(_ReadError):
         with _reading_ends_it(passage):
             step()
         has_returned = True
@@ -148,33 +147,6 @@ def _reading_ends_it(passage: Passage) -> Iterator[None]:
         if is_refused or passage.position < passage.plan.num_layers - 1:
             raise
         raise _ReadError from None
-
-
-@contextlib.contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """What runs in here leaves no trace on `module`: attributes, lists, buffers, states of metrics."""
-    before = []
-    tensors = {}
-    for submodule in module.modules():
-        values = {k: v for k, v in vars(submodule).items() if k not in ("_parameters", "_modules")}
-        shallow = {k: (v, copy.copy(v)) for k, v in values.items() if type(v) in (list, dict, set)}
-        before.append((submodule, values, shallow))
-        for value in (*values.values(), *submodule._buffers.values()):
-            if isinstance(value, Tensor) and not value.is_meta and not isinstance(value, DTensor):
-                tensors[value] = value.detach().clone()
-    try:
-        yield
-    finally:
-        for submodule, values, shallow in before:
-            for name in set(vars(submodule)) - set(values) - {"_parameters", "_modules"}:
-                del submodule.__dict__[name]
-            submodule.__dict__.update(values)
-            for container, content in shallow.values():
-                container.clear()
-                container.extend(content) if isinstance(container, list) else container.update(content)
-        with torch.no_grad():
-            for tensor, value in tensors.items():
-                tensor.copy_(value)
 
 
 def corrected(before: Positions, traced: Positions, plan: StagePlan, *, is_first: bool) -> Positions | None:
