@@ -257,7 +257,7 @@ def test_loss_scaling(ranks: Any) -> None:
     assert worst(ours, scaled("auto", 1, 1)) < 2e-2
 
 
-class Metered(Deep):
+class Metered(DeepTied):
     """Logs in every way, and has metrics."""
 
     def __init__(self, optimizer: str = "adamw") -> None:
