@@ -190,7 +190,7 @@ def forget_sharding(module: nn.Module) -> None:
     _composable_state._module_state_mapping.pop(module, None)
 
 
-def gather_around(holder: nn.Module, method: str, unit: nn.Module) -> None:
+def gather_around(holder: Any, method: str, unit: nn.Module) -> None:
     """While ``holder.method`` runs, the parameters of `unit` are gathered.
 
     `register_fsdp_forward_method` (public) does this for a method that nobody calls from within `forward`; ours may

@@ -26,7 +26,7 @@ class GhostReadError(ConfigurationError):
 
 
 @dataclass(frozen=True)
-class Trace:
+class Watch:
     """What watches operations on ghosts.
 
     Args:
@@ -47,40 +47,40 @@ class Ghost(Tensor):
         meta: Its shape and dtype, on the meta device.
         device: Where it would be.
         sources: Names of the parameters that it comes from.
-        trace: What watches operations on it, if anything does.
+        watch: What watches operations on it, if anything does.
         stage: Which stage has computed it; ``None`` for a parameter.
     """
 
     meta: Tensor
     sources: frozenset[str]
-    trace: Trace | None
+    watch: Watch | None
     stage: int | None
-    __torch_function__ = _torch.NO_FUNCTION_OVERRIDE
+    __torch_function__ = _torch.NO_FUNCTION_OVERRIDE  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device, *_: Any, **__: Any) -> Ghost:
         """A tensor without a storage."""
-        return _torch.tensor_without_storage(cls, meta, device)
+        return _torch.tensor_without_storage(cls, meta, device)  # type: ignore[no-any-return]
 
     def __init__(
         self,
         meta: Tensor,
         device: torch.device,
         sources: frozenset[str] = frozenset(),
-        trace: Trace | None = None,
+        watch: Watch | None = None,
         stage: int | None = None,
     ) -> None:
         self.meta = meta
         self.sources = sources
-        self.trace = trace
+        self.watch = watch
         self.stage = stage
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Do `func` on the meta device."""
         kwargs = dict(kwargs or {})
         ghosts = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Ghost)]
-        trace, stage = _watch(ghosts)
+        watch, stage = _watch(ghosts)
         sources = frozenset().union(*(ghost.sources for ghost in ghosts))
         name = func.overloadpacket.__name__
         if name in _READING:
@@ -96,19 +96,19 @@ class Ghost(Tensor):
         def as_ghost(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return own[id(value)] if id(value) in own else Ghost(value, device, sources, trace, stage)
+            return own[id(value)] if id(value) in own else Ghost(value, device, sources, watch, stage)
 
         return tree_map(as_ghost, result)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape, dtype and where it comes from."""
         return f"Ghost({tuple(self.shape)}, {self.dtype}, of {', '.join(sorted(self.sources))})"
 
 
-def ghost_like(tensor: Tensor, source: str = "", trace: Trace | None = None, stage: int | None = None) -> Ghost:
+def ghost_like(tensor: Tensor, source: str = "", watch: Watch | None = None, stage: int | None = None) -> Ghost:
     """A ghost with the shape, dtype and device of `tensor`, which may be on the meta device, sharded or a ghost."""
     sources = tensor.sources if isinstance(tensor, Ghost) else frozenset()
-    return Ghost(_to_meta(tensor), tensor.device, frozenset({source}) if source else sources, trace, stage)
+    return Ghost(_to_meta(tensor), tensor.device, frozenset({source}) if source else sources, watch, stage)
 
 
 def ghost_parameter(parameter: nn.Parameter, source: str, device: torch.device) -> nn.Parameter:
@@ -133,18 +133,18 @@ def name_sources(ghosts: list[Ghost]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _watch(ghosts: list[Ghost]) -> tuple[Trace | None, int | None]:
-    trace = next((ghost.trace for ghost in ghosts if ghost.trace is not None), None)
-    if trace is None:
+def _watch(ghosts: list[Ghost]) -> tuple[Watch | None, int | None]:
+    watch = next((ghost.watch for ghost in ghosts if ghost.watch is not None), None)
+    if watch is None:
         return None, None
-    stage = trace.stage()
+    stage = watch.stage()
     for ghost in ghosts:
         if ghost.stage is None:
             for name in ghost.sources:
-                trace.touch(name)
+                watch.touch(name)
         elif ghost.stage != stage:
-            trace.refuse(ghost)
-    return trace, stage
+            watch.refuse(ghost)
+    return watch, stage
 
 
 def _to_meta(value: Any) -> Any:

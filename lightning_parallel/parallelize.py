@@ -21,6 +21,7 @@ from lightning_parallel.init_record import InitRecord
 from lightning_parallel.layers import Anatomy, find_layers, layers_violations
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.precision import DtypePolicy
+from lightning_parallel.stages import holding_of
 from lightning_parallel.techniques.buffers import apply_buffer_dtype
 from lightning_parallel.techniques.compiling import apply_compile
 from lightning_parallel.techniques.context import apply_context
@@ -137,9 +138,14 @@ class Parallelized:
         if self.cut is not None:
             for name, buffer in module.named_buffers(remove_duplicate=False):
                 buffer.copy_(whole(buffer, self.cut.holdings[name]))
+        # By name, and not by footprint: what one stage split another one has never seen, and all take part in each.
+        replaced = set(self.replaced().values())
+        values: dict[Tensor, Tensor] = {
+            p: whole(p) for p in module.parameters() if p in replaced or holding_of(p) is not None
+        }
         own: dict[Tensor, nn.Parameter] = {}
         for footprint in reversed(self.footprints):
-            own |= footprint.restore(whole)
+            own |= footprint.restore(values.__getitem__)
         return own
 
 
@@ -196,7 +202,8 @@ def parallelize(
     check(stack_violations(module, policies, mesh.degrees))
     anatomy = find_layers(module, policies.layer.layers)
     pipeline = Footprint(module)
-    cut = _cut(module, anatomy, mesh, policies.pipeline, positions)
+    groups = {"group": mesh.pipeline_group, "host_group": mesh.pipeline_host_group}
+    cut = cut_stack(module, anatomy, policies.pipeline, **groups, positions=positions)
     anatomy = anatomy if cut is None else cut.local(anatomy)
     pipeline.close()
     stacks = [[(path, module.get_submodule(path)) for path in stack.layers] for stack in anatomy.stacks]
@@ -278,16 +285,6 @@ def transform_layers(
         apply_compile(layers, budget=recompute.budget)
     footprint.close()
     return footprint
-
-
-def _cut(
-    module: nn.Module, anatomy: Anatomy, mesh: Mesh, policy: PipelinePolicy, positions: Positions | None
-) -> CutStack | None:
-    if mesh.pipeline_group is None:
-        return None
-    assert mesh.pipeline_host_group is not None
-    groups = {"group": mesh.pipeline_group, "host_group": mesh.pipeline_host_group}
-    return cut_stack(module, anatomy, policy, **groups, positions=positions)
 
 
 def stack_violations(module: nn.Module, all_policies: Policies, degrees: Degrees | None = None) -> list[str]:

@@ -164,4 +164,5 @@ def holding_of(parameter: Tensor) -> Holding | None:
 
 def holdings_of(module: nn.Module) -> Mapping[str, Holding]:
     """Name of a parameter or buffer -> which ranks of a pipeline hold it; empty without a pipeline."""
-    return module.__dict__.get(_HOLDINGS, {})
+    found: Mapping[str, Holding] = module.__dict__.get(_HOLDINGS, {})
+    return found

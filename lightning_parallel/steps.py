@@ -18,7 +18,7 @@ from lightning_parallel import _torch
 from lightning_parallel.parallelize import Parallelized
 from lightning_parallel.techniques.accumulation import GradientReduction
 from lightning_parallel.techniques.offload import OffloadedState
-from lightning_parallel.techniques.pipeline.placement import sum_shared_gradients
+from lightning_parallel.techniques.pipeline.gradients import sum_shared_gradients
 from lightning_parallel.techniques.replicate import reduce_gradients, synchronize_buffers
 from lightning_parallel.techniques.sharding import reshard_units
 from lightning_parallel.techniques.unused import UnusedParameters

@@ -71,7 +71,7 @@ def train(case: str, optimizer: str, strategy: str, num_ranks: int, **kwargs: An
         kwargs.setdefault("gradient_clip_val", 0.5)
     built = strategy if strategy == "auto" else lightning_parallel.build_strategy(strategy)
     trainer = make_trainer(built, num_ranks, callbacks=[recorder], **kwargs)
-    readers = 1 if strategy.startswith(("dp_custom", "cp_custom")) else num_ranks
+    readers = 1 if strategy.startswith(("dp_custom", "cp_custom", "pp_custom")) else num_ranks
     trainer.fit(module, loader_of(case, steps=STEPS, global_batch=GLOBAL_BATCH, num_ranks=readers))
     recorder.outcome.final = lightning_parallel.full_state_dict(trainer)
     return recorder.outcome

@@ -6,12 +6,13 @@ import pytest
 
 from lightning_parallel import ConfigurationError, DDPStrategy, MeshStrategy, ZeroStrategy, build_strategy
 from lightning_parallel.presets import PRESETS
+from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
 
 def test_names_build_their_classes() -> None:
     assert type(build_strategy("ddp_custom")) is DDPStrategy
     assert type(build_strategy("zero1_custom")) is ZeroStrategy
-    for name in ("zero2_custom", "fsdp_custom", "hsdp_custom", "fsdp_offload_custom"):
+    for name in ("zero2_custom", "fsdp_custom", "hsdp_custom", "fsdp_offload_custom", "pp_custom"):
         assert type(build_strategy(name)) is MeshStrategy
 
 
@@ -23,6 +24,10 @@ def test_options_have_their_types() -> None:
     assert strategy._timeout == timedelta(seconds=30)
     assert build_strategy("fsdp_custom:layers=[a,b]")._layer_policies.layers == ["a", "b"]
     assert build_strategy("fsdp_custom:reshard=never")._reshard == "never"
+    pipeline = build_strategy("pp_custom:stages=[1,2],microbatches=4,schedule=gpipe")
+    assert pipeline._degrees.pipeline == "node"
+    assert pipeline._pipeline_policy == PipelinePolicy(schedule="gpipe", microbatches=4, stages=(1, 2))
+    assert build_strategy("pp_custom:stages=auto")._pipeline_policy == PipelinePolicy()
     assert build_strategy("ddp_custom:static_graph=true")._ddp_options["static_graph"] is True
 
 

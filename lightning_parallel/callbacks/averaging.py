@@ -114,6 +114,9 @@ class ExponentialMovingAverage(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if getattr(trainer.strategy, "cuts_batches", False):
+            averages = f"{type(self).__name__} under pipeline > 1, where a rank holds some layers only,"
+            getattr(trainer.strategy, "refuse", check)([f"{averages} is not available in this version; leave one out"])
         self._keeps = trainer.is_global_zero
         self._is_loaded = False
         if self._module is None or self._module() is not pl_module:

@@ -82,6 +82,11 @@ class TokenWeighted(Callback):
             )
         if len(getattr(trainer.strategy, "replica_devices", ())) > 1:
             found.append("TokenWeighted under dp_custom needs one device: it averages inside the step; use ddp_custom")
+        if getattr(trainer.strategy, "cuts_batches", False):
+            found.append(
+                "TokenWeighted counts the tokens of whole batches, but pipeline > 1 takes the mean over microbatches "
+                "of equal numbers of samples; leave one of the two out"
+            )
         _refuse(trainer, found)
         self._window = _Window()
 

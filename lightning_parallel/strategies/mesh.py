@@ -12,7 +12,6 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
@@ -31,7 +30,7 @@ from lightning_parallel.parallelize import (
     stack_violations,
 )
 from lightning_parallel.precision import POLICIES, DtypePolicy, precision_violations
-from lightning_parallel.steps import PipelinedSteps, StepPolicies, Steps
+from lightning_parallel.steps import StepPolicies
 from lightning_parallel.strategies.admission import (
     forward_method_violations,
     in_backward_violations,
@@ -43,14 +42,9 @@ from lightning_parallel.strategies.admission import (
 )
 from lightning_parallel.strategies.evaluation import leave_inference_mode
 from lightning_parallel.strategies.optimizers import adopt_optimizers
-from lightning_parallel.strategies.pipelining import PipelinedModule, loss_scale
-from lightning_parallel.strategies.pipelining_admission import (
-    misplaced_violations,
-    pipelined_module_violations,
-    pipelining_violations,
-)
+from lightning_parallel.strategies.pipelined_strategy import PipelinedStrategy, overridden_steps
+from lightning_parallel.strategies.pipelining_admission import pipelined_module_violations, pipelining_violations
 from lightning_parallel.strategies.precision import sharded_precision
-from lightning_parallel.strategies.stepping import SteppingStrategy
 from lightning_parallel.techniques.accumulation import accumulation_violations
 from lightning_parallel.techniques.offload import offload_violations
 from lightning_parallel.techniques.pipeline.placement import Positions
@@ -60,10 +54,8 @@ from lightning_parallel.techniques.sharding import abandon_step
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
-
-class MeshStrategy(SteppingStrategy):
+class MeshStrategy(PipelinedStrategy):
     """Train an unchanged LightningModule on a mesh of ranks.
 
     Args:
@@ -150,7 +142,6 @@ class MeshStrategy(SteppingStrategy):
             stages=stages if isinstance(stages, str) else tuple(stages),
             virtual_stages=virtual_stages,
         )
-        self._pipelined: PipelinedModule | None = None
         self._forward_methods = tuple(forward_methods)
         self._reshard = reshard
         self._offload = offload
@@ -158,7 +149,6 @@ class MeshStrategy(SteppingStrategy):
         self._sequence = sequence
         self._precision_policy = precision_policy
         self._mesh: Mesh | None = None
-        self._parallelized: Parallelized | None = None
         self._has_told_offload = False
         self._inference_modes: list[tuple[Any, bool]] = []
 
@@ -173,8 +163,8 @@ class MeshStrategy(SteppingStrategy):
             degrees = self.degrees
         except ConfigurationError as error:
             return [*found, *error.violations, *self._option_violations(None)]
-        if degrees.pipeline != 1:
-            found += pipeline_violations(self._pipeline_policy, int(degrees.pipeline))
+        if isinstance(degrees.pipeline, int) and degrees.pipeline != 1:
+            found += pipeline_violations(self._pipeline_policy, degrees.pipeline)
             found += pipelining_violations(
                 degrees,
                 offload=self._offload,
@@ -252,6 +242,11 @@ class MeshStrategy(SteppingStrategy):
         """Whether parameters are updated before all gradients are there, so that nothing can be done to these."""
         return self._step_policies.updates_in_backward
 
+    @property
+    def cuts_batches(self) -> bool:
+        """Whether the batch of a rank runs in parts, each of which is averaged over its samples alone."""
+        return self._degrees.pipeline != 1
+
     # The module -------------------------------------------------------------------------------------------------
 
     @property
@@ -283,48 +278,6 @@ class MeshStrategy(SteppingStrategy):
             self._steps.adopt(self.optimizers)
         self._attach_pipeline()
 
-    def _make_steps(self, module: LightningModule, parallelized: Parallelized) -> Steps:
-        return (Steps if parallelized.cut is None else PipelinedSteps)(
-            module,
-            parallelized,
-            self._step_policies,
-            device=self.root_device,
-            ranks_on_device=self.num_processes if self.root_device.type == "cpu" else 1,
-            tell=rank_zero_info,
-        )
-
-    def _attach_pipeline(self, traced: set[str] | None = None) -> None:
-        module, parallelized, steps = self.lightning_module, self._parallelized, self._steps
-        if module is not None and parallelized is not None and isinstance(steps, PipelinedSteps):
-            self._pipelined = PipelinedModule(
-                module,
-                parallelized,
-                steps,
-                device=self.root_device,
-                loss_scale=lambda: loss_scale(self.precision_plugin),
-                place_again=self._place_again,
-            )
-            self._pipelined.attach([name for name in STEP_METHODS if is_overridden(name, module)], traced)
-
-    def _place_again(self, positions: Positions) -> PipelinedModule:
-        """Cut the module anew, now that a trace has shown where in a step its parameters are used. A collective."""
-        module = self.lightning_module
-        assert module is not None
-        assert self._parallelized is not None
-        assert self._pipelined is not None
-        traced = self._pipelined.detach()
-        self.refuse(
-            misplaced_violations(module, self._parallelized, positions, is_too_large=self._is_too_large(module))
-        )
-        self._make_plain(module, self._parallelized)
-        self._parallelized = self._parallelize(module, positions)
-        adopt_optimizers(self.optimizers, module, self._parallelized.replaced())
-        self.steps.close()
-        self._steps = self._make_steps(module, self._parallelized)
-        self._steps.adopt(self.optimizers)
-        self._attach_pipeline(traced)
-        return self._pipelined
-
     def _parallelize(self, module: LightningModule, positions: Positions | None = None) -> Parallelized:
         if self._offload != "none" and self.root_device.type == "cpu" and not self._has_told_offload:
             self._has_told_offload = True
@@ -339,7 +292,7 @@ class MeshStrategy(SteppingStrategy):
     def _policies(self, module: LightningModule) -> Policies:
         return Policies(
             layer=self._layer_policies,
-            step_methods=[name for name in STEP_METHODS if is_overridden(name, module)],
+            step_methods=overridden_steps(module),
             forward_methods=self._forward_methods,
             backward_in_step=not module.automatic_optimization,
             reshard=self._reshard,
@@ -366,8 +319,7 @@ class MeshStrategy(SteppingStrategy):
         module = self.lightning_module
         if self._steps is not None:
             self._steps.close()
-        if self._pipelined is not None:
-            self._pipelined.detach()
+        self._detach_pipeline()
         if module is not None and self._parallelized is not None:
             trainer = module._trainer
             is_interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
@@ -376,7 +328,7 @@ class MeshStrategy(SteppingStrategy):
             # After an error other ranks may be gone: a collective would wait for them until it times out.
             if not is_interrupted or self.world_size == 1:
                 self._make_plain(module, self._parallelized)
-        self._parallelized = self._steps = self._pipelined = None
+        self._parallelized = self._steps = None
         super().teardown()
 
     def _is_too_large(self, module: LightningModule) -> bool:

@@ -22,7 +22,9 @@ from lightning_parallel.randomness import RandomState, seed_of_part
 from lightning_parallel.stages import broadcast_object
 from lightning_parallel.steps import PipelinedSteps
 from lightning_parallel.strategies.step_logs import StepLogs
+from lightning_parallel.strategies.step_metrics import StepMetrics
 from lightning_parallel.techniques.pipeline.execution import Execution, evaluation_actions, training_actions
+from lightning_parallel.techniques.pipeline.gradients import GradientsOfStep
 from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch, merge_outputs
 from lightning_parallel.techniques.pipeline.passage import StageExit
 from lightning_parallel.techniques.pipeline.placement import Positions, corrected, trace_positions
@@ -77,7 +79,9 @@ class PipelinedModule:
             microstep = _Microstep(getattr(self._module, name), self._cut.passage.check_end)
             _torch.gather_around(microstep, "run", self._module)
             self._microsteps[name] = microstep
-            self._module.__dict__[name] = functools.partial(self.run, name)
+            # Lightning looks at the signature to decide what to pass.
+            run = functools.update_wrapper(functools.partial(self.run, name), microstep.step)
+            self._module.__dict__[name] = run
 
     def detach(self) -> set[str]:
         """Give the module its own methods back; returns those that were traced."""
@@ -89,13 +93,13 @@ class PipelinedModule:
 
     def run(self, name: str, batch: Any, *args: Any) -> Any:
         """The step `name` on a whole batch. A collective of the pipeline."""
-        if name not in self._traced:
-            self._traced.add(name)
-            if (positions := self._misplaced(name, batch, args)) is not None:
-                return self._place_again(positions).run(name, batch, *args)
         size = batch_size_of(batch)
         count = self._count(name, size)
         parts = cut_batch(batch, size, count)
+        if name not in self._traced:
+            self._traced.add(name)
+            if (positions := self._misplaced(name, parts[0], args)) is not None:
+                return self._place_again(positions).run(name, batch, *args)
         with _same_numbers(self._device) as seed:
             if name != TRAINING:
                 return self._evaluate(name, parts, args, seed, size // count)
@@ -118,20 +122,11 @@ class PipelinedModule:
         def loss_of(output: Any) -> Tensor:
             return _loss_in(output) * (scale / len(parts))
 
-        parameters = [p for p in self._module.parameters() if p.requires_grad]
-        before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        try:
+        with GradientsOfStep([p for p in self._module.parameters() if p.requires_grad]) as gradients:
             actions = training_actions(self._cut.policy, self._cut.plan, len(parts), self._rank)
             output = self._execute(TRAINING, actions, parts, args, seed, part_size, loss_of)
             self._steps.after_microbatches()
-            gradients = [parameter.grad for parameter in parameters]
-        finally:
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = gradient
-        loss = output["loss"] if isinstance(output, dict) else output
-        loss = _with_gradients(loss, parameters, gradients, scale)
+        loss = gradients.attached_to(_loss_in(output), scale=scale)
         return {**output, "loss": loss} if isinstance(output, dict) else loss
 
     def _evaluate(self, name: str, parts: list[Any], args: Any, seed: int, part_size: int) -> Any:
@@ -148,7 +143,7 @@ class PipelinedModule:
         part_size: int,
         loss_of: Callable[[Any], Tensor] | None,
     ) -> Any:
-        logs = StepLogs(self._module)
+        logs, metrics = StepLogs(self._module), StepMetrics(self._module)
         outputs: dict[int, Any] = {}
 
         def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor | None:
@@ -171,13 +166,15 @@ class PipelinedModule:
             forward=forward,
             before_backward=self._steps.before_microbatch_backward,
         ).run(actions)
-        return self._share([outputs[index] for index in sorted(outputs)], logs, part_size)
+        return self._share([outputs[index] for index in sorted(outputs)], logs, metrics, part_size)
 
-    def _share(self, outputs: list[Any], logs: StepLogs, part_size: int) -> Any:
+    def _share(self, outputs: list[Any], logs: StepLogs, metrics: StepMetrics, part_size: int) -> Any:
         """The output of the whole batch on all ranks, and its logs replayed there. A collective of the pipeline."""
         own = merge_outputs(outputs, part_size) if outputs else None
-        message = (tree_map(_on_host, own), logs.collected()) if outputs else None
-        output, records = broadcast_object(message, self._last_rank, self._cut.host_group)
+        message = (tree_map(_on_host, own), logs.collected(), metrics.updated()) if outputs else None
+        output, records, updated = broadcast_object(message, self._last_rank, self._cut.host_group)
+        if not outputs:
+            metrics.follow(updated)
         logs.replay(records, self._device)
         if outputs:
             return own
@@ -185,9 +182,8 @@ class PipelinedModule:
 
     # Where parameters are used ----------------------------------------------------------------------------------
 
-    def _misplaced(self, name: str, batch: Any, args: Any) -> Positions | None:
+    def _misplaced(self, name: str, part: Any, args: Any) -> Positions | None:
         """Where parameters are used, unless each stage has what it uses already."""
-        part = cut_batch(batch, size := batch_size_of(batch), size)[0]
         with _same_numbers(self._device), StepLogs(self._module).of(0), _slow_path():
             traced = trace_positions(self._module, self._cut.passage, lambda: self._traced_step(name, part, args))
         return corrected(self._cut.positions, traced, self._cut.plan, is_first=len(self._traced) == 1)
@@ -205,7 +201,7 @@ def loss_scale(precision: Precision) -> float:
 
 
 def _loss_in(output: Any) -> Tensor:
-    loss = output.get("loss") if isinstance(output, dict) else output
+    loss: Any = output.get("loss") if isinstance(output, dict) else output
     check([] if isinstance(loss, Tensor) else [_NO_LOSS.format(type(loss).__name__)])
     return loss  # type: ignore[no-any-return]
 
@@ -224,40 +220,6 @@ class _Microstep:
             return exit_.hidden
         self._check_end()
         return output
-
-
-class _Deposit(torch.autograd.Function):
-    """A number whose backward hands out gradients that were computed before, times its own gradient."""
-
-    @staticmethod
-    def forward(context: Any, anchor: Tensor, value: Tensor, deposit: Callable[[Tensor], None]) -> Tensor:
-        context.deposit = deposit
-        return value.clone()
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        context.deposit(gradients[0])
-        return None, None, None
-
-
-def _with_gradients(loss: Tensor, parameters: list[Any], gradients: list[Any], scale: float) -> Tensor:
-    """`loss`, with a backward that adds `gradients`, which are those of `loss` times `scale`.
-
-    Lightning clears old gradients between the step and backward, divides the loss by the microsteps of a window, and
-    scales it; hooks of the user's may do more. All that reaches the gradients through the chain rule.
-    """
-
-    @torch.no_grad()
-    def deposit(factor: Tensor) -> None:
-        factor = factor / scale
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None:
-                new = gradient.mul_(factor.to(gradient.dtype))
-                parameter.grad = new if parameter.grad is None else parameter.grad.add_(new)
-
-    anchor = torch.zeros((), device=loss.device, requires_grad=True)
-    result: Tensor = _Deposit.apply(anchor, loss, deposit)
-    return result
 
 
 @contextmanager

@@ -22,11 +22,9 @@ _COMBINED = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "amax": 
 
 @dataclass(frozen=True)
 class _MetricRef:
-    """A metric of the module, by its path, with what it computed last and how often it was updated."""
+    """A metric of the module, by its path."""
 
     path: str
-    last: Any
-    updates: int
 
 
 @dataclass
@@ -87,7 +85,7 @@ class StepLogs:
         for call in calls:
             value = call.value
             if isinstance(value, _MetricRef):
-                value = self._metric(value)
+                value = self._module.get_submodule(value.path)
             elif isinstance(value, Tensor):
                 value = value.to(device)
             self._module.log(call.name, value, *call.args, **call.kwargs)
@@ -114,18 +112,7 @@ class StepLogs:
             raise ConfigurationError(
                 ["a metric that is logged is no submodule of the LightningModule; make it an attribute of it"]
             )
-        last = metric._forward_cache
-        return _MetricRef(path, last.cpu() if isinstance(last, Tensor) else last, metric._update_count)
-
-    def _metric(self, reference: _MetricRef) -> Metric:
-        """The same metric here; where it was not updated, it says what it says there, and counts nothing."""
-        metric = self._module.get_submodule(reference.path)
-        assert isinstance(metric, Metric)
-        if metric._update_count != reference.updates:
-            metric._update_count = reference.updates
-            last = reference.last
-            metric._forward_cache = last.to(metric.device) if isinstance(last, Tensor) else last
-        return metric
+        return _MetricRef(path)
 
 
 def _combination(call: _Call) -> str:

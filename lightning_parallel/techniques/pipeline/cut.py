@@ -59,8 +59,10 @@ class CutStack:
         mark(module, self.holdings)
 
 
-def cut_violations(module: nn.Module, anatomy: Anatomy, policy: PipelinePolicy, num_ranks: int) -> list[str]:
+def cut_violations(module: nn.Module, anatomy: Anatomy, policy: PipelinePolicy | None, num_ranks: int) -> list[str]:
     """Why the layers of `module` cannot be cut into stages over `num_ranks` ranks; empty if they can."""
+    if policy is None or num_ranks == 1:
+        return []
     if len(anatomy.stacks) == 1:
         stack = anatomy.stacks[0]
         return stack_length_violations(policy, num_ranks, len(stack.layers), stack.path)
@@ -77,20 +79,22 @@ def cut_stack(
     anatomy: Anatomy,
     policy: PipelinePolicy,
     *,
-    group: ProcessGroup,
-    host_group: ProcessGroup,
+    group: ProcessGroup | None,
+    host_group: ProcessGroup | None,
     positions: Positions | None = None,
-) -> CutStack:
+) -> CutStack | None:
     """Plan the stages of the whole `module`, and let its layers be called through a `Passage`. No collective.
 
     Args:
         module: The whole module; changed in place, but it holds all parameters until `CutStack.release`.
         anatomy: Its one stack.
         policy: How to cut.
-        group: The ranks that share the stack.
+        group: The ranks that share the stack; with ``None``, nothing is cut.
         host_group: The same, for host memory.
         positions: Where parameters are used, if a step was traced; otherwise, by their order of registration.
     """
+    if group is None or host_group is None:
+        return None
     if positions is None:
         positions = positions_by_registration(module, anatomy)
     plan = plan_stages(module, anatomy, positions, policy, group.size())

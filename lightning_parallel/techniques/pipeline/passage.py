@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_parallel import _torch
 from lightning_parallel.caches import is_cache
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.ghosts import Ghost, Trace, ghost_like, ghosts_in, is_ghost, name_sources
+from lightning_parallel.ghosts import Ghost, Watch, ghost_like, ghosts_in, is_ghost, name_sources
 from lightning_parallel.randomness import seed_of_part
 from lightning_parallel.stages import BEFORE_THE_STACK, StagePlan
+from lightning_parallel.techniques.pipeline.rehearsal import unchanged
 
 
 class StageExit(BaseException):
@@ -53,7 +54,7 @@ class Passage:
         self._received: Tensor | None = None
         self._seed: int | None = None
         self._handed_on: dict[Any, Any] = {}
-        self._trace: Trace | None = None
+        self._watch: Watch | None = None
         self.is_in_layer = False
 
     @contextlib.contextmanager
@@ -67,13 +68,13 @@ class Passage:
         Raises:
             ConfigurationError: From the step, where it takes to a stage what another one computes.
         """
-        self._trace = Trace(lambda: self.plan.stage_at(self.position), touch, self._refuse)
+        self._watch = Watch(lambda: self.plan.stage_at(self.position), touch, self._refuse)
         self._handed_on.clear()
         try:
-            with ghosts_in_place(module, self._trace), self.open(None):
+            with ghosts_in_place(module, self._watch), self.open(None):
                 yield
         finally:
-            self._trace = None
+            self._watch = None
             self._handed_on.clear()
 
     @contextlib.contextmanager
@@ -119,7 +120,7 @@ class Passage:
             if index == self.plan.layers_of(stage).start:
                 # From here on it counts as what this stage has received.
                 hidden = self._check_hidden(index, _take_hidden(args, kwargs))
-                args, kwargs = _with_hidden(ghost_like(hidden, trace=self._trace, stage=stage), args, kwargs)
+                args, kwargs = _with_hidden(ghost_like(hidden, watch=self._watch, stage=stage), args, kwargs)
             self.position = index
             return self._hand_on(index, layer, forward, args, kwargs)
         own = self.plan.layers_of(self._stage)
@@ -143,13 +144,18 @@ class Passage:
             hidden = _take_hidden(args, kwargs)
             args, kwargs = _with_hidden(hidden if is_ghost(hidden) else ghost_like(hidden), args, kwargs)
             self.is_in_layer = True
-            with torch.no_grad(), ghosts_in_place(layer) if self._trace is None else contextlib.nullcontext():
-                self._handed_on[key] = tree_map(_as_value, forward(*args, **kwargs))
+            self._handed_on[key] = self._rehearsed(layer, forward, args, kwargs)
             self.is_in_layer = False
         return tree_map(lambda value: value.detach() if is_ghost(value) else value, self._handed_on[key])
 
+    def _rehearsed(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._watch is not None:  # all of the module is ghosts already, and what changes is undone
+            return tree_map(_as_value, forward(*args, **kwargs))
+        with torch.no_grad(), unchanged(layer), ghosts_in_place(layer):
+            return tree_map(_as_value, forward(*args, **kwargs))
+
     def _check_hidden(self, index: int, hidden: Any) -> Tensor:
-        if is_ghost(hidden) and self._trace is None:
+        if is_ghost(hidden) and self._watch is None:
             raise ConfigurationError([self._foreign(index, [hidden])])
         if not isinstance(hidden, Tensor) or hidden.is_nested or not hidden.is_floating_point():
             kind = "a nested tensor" if getattr(hidden, "is_nested", False) else type(hidden).__name__
@@ -208,12 +214,12 @@ def _passing(cls: type[Any], passage: Passage, index: int) -> type[nn.Module]:
 
 
 @contextlib.contextmanager
-def ghosts_in_place(module: nn.Module, trace: Trace | None = None) -> Iterator[None]:
+def ghosts_in_place(module: nn.Module, watch: Watch | None = None) -> Iterator[None]:
     """In here, all parameters of `module` are ghosts.
 
     Args:
         module: Any module.
-        trace: What watches operations on them.
+        watch: What watches operations on them.
     """
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     stand_ins: dict[nn.Parameter, Ghost] = {}
@@ -223,7 +229,7 @@ def ghosts_in_place(module: nn.Module, trace: Trace | None = None) -> Iterator[N
                 full = f"{path}.{name}" if path else name
                 before.append((submodule, name, parameter))
                 if parameter not in stand_ins:
-                    stand_ins[parameter] = ghost_like(parameter, full, trace)
+                    stand_ins[parameter] = ghost_like(parameter, full, watch)
     try:
         for submodule, name, parameter in before:
             setattr(submodule, name, _torch.as_parameter(stand_ins[parameter]))

@@ -8,21 +8,19 @@ weights, parameters of the module itself) is held by all of them, and its gradie
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.ghosts import GhostReadError, ghost_parameter
 from lightning_parallel.layers import Anatomy
-from lightning_parallel.stages import BEFORE_THE_STACK, Holding, StagePlan, balanced, holding_of
+from lightning_parallel.stages import BEFORE_THE_STACK, Holding, StagePlan, balanced
 from lightning_parallel.techniques.pipeline.passage import Passage, StageExit
+from lightning_parallel.techniques.pipeline.rehearsal import unchanged
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
 Positions = dict[str, frozenset[int]]
@@ -117,7 +115,7 @@ def trace_positions(module: nn.Module, passage: Passage, step: Callable[[], Any]
             used[alias].add(passage.position)
 
     has_returned = False
-    with _unchanged(module), passage.traced(module, touch), contextlib.suppress(_ReadError):
+    with unchanged(module), passage.traced(module, touch), contextlib.suppress(_ReadError):
         with _reading_ends_it(passage):
             step()
         has_returned = True
@@ -151,33 +149,6 @@ def _reading_ends_it(passage: Passage) -> Iterator[None]:
         raise _ReadError from None
 
 
-@contextlib.contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """What runs in here leaves no trace on `module`: attributes, lists, buffers, states of metrics."""
-    before = []
-    tensors = {}
-    for submodule in module.modules():
-        values = {k: v for k, v in vars(submodule).items() if k not in ("_parameters", "_modules")}
-        shallow = {k: (v, copy.copy(v)) for k, v in values.items() if type(v) in (list, dict, set)}
-        before.append((submodule, values, shallow))
-        for value in (*values.values(), *submodule._buffers.values()):
-            if isinstance(value, Tensor) and not value.is_meta and not isinstance(value, DTensor):
-                tensors[value] = value.detach().clone()
-    try:
-        yield
-    finally:
-        for submodule, values, shallow in before:
-            for name in set(vars(submodule)) - set(values) - {"_parameters", "_modules"}:
-                del submodule.__dict__[name]
-            submodule.__dict__.update(values)
-            for container, content in shallow.values():
-                container.clear()
-                container.extend(content) if isinstance(container, list) else container.update(content)
-        with torch.no_grad():
-            for tensor, value in tensors.items():
-                tensor.copy_(value)
-
-
 def corrected(before: Positions, traced: Positions, plan: StagePlan, *, is_first: bool) -> Positions | None:
     """`before` with the places that a trace found; ``None`` if every stage holds already what it uses.
 
@@ -195,43 +166,3 @@ def corrected(before: Positions, traced: Positions, plan: StagePlan, *, is_first
         is_wrong = is_wrong or bool(missing)
         merged[name] = (seen if is_first else seen | where) if missing else where
     return merged if is_wrong else None
-
-
-# Gradients ----------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def sum_shared_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Give each stage that holds a parameter the sum of the gradients of all that do. A collective of the pipeline.
-
-    Args:
-        parameters: All parameters of the module, each once, in the same order on every rank.
-    """
-    shared = [(p, h) for p in parameters if (h := holding_of(p)) is not None and len(h.ranks) > 1]
-    if not shared:
-        return
-    used = torch.tensor([p.grad is not None for p, _ in shared], dtype=torch.uint8)
-    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=shared[0][1].host_group)
-    for (parameter, holding), is_used in zip(shared, used.tolist(), strict=True):
-        if is_used and holding.is_here:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            _add_others(_local(parameter.grad), holding)
-
-
-def _add_others(gradient: Tensor, holding: Holding) -> None:
-    # Every holder adds in the same order, so that all have the same sum to the last bit.
-    me = holding.group.rank()
-    parts = {rank: gradient.clone() if rank == me else torch.empty_like(gradient) for rank in holding.ranks}
-    others = [rank for rank in holding.ranks if rank != me]
-    operations = [dist.P2POp(dist.isend, parts[me], group=holding.group, group_peer=rank) for rank in others]
-    operations += [dist.P2POp(dist.irecv, parts[rank], group=holding.group, group_peer=rank) for rank in others]
-    for work in dist.batch_isend_irecv(operations) if operations and gradient.numel() else ():
-        work.wait()
-    gradient.zero_()
-    for rank in holding.ranks:
-        gradient.add_(parts[rank])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

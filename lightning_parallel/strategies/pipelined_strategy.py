@@ -1,0 +1,90 @@
+"""What a strategy does around a module whose stack is cut into pipeline stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_parallel.parallelize import Parallelized
+from lightning_parallel.steps import PipelinedSteps, StepPolicies, Steps
+from lightning_parallel.strategies.optimizers import adopt_optimizers
+from lightning_parallel.strategies.pipelining import PipelinedModule, loss_scale
+from lightning_parallel.strategies.pipelining_admission import misplaced_violations
+from lightning_parallel.strategies.stepping import SteppingStrategy
+from lightning_parallel.techniques.pipeline.placement import Positions
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class PipelinedStrategy(SteppingStrategy):
+    """A strategy whose module may have pipeline stages; a subclass makes it parallel, and plain again."""
+
+    _parallelized: Parallelized | None = None
+    _pipelined: PipelinedModule | None = None
+    _step_policies: StepPolicies
+
+    def _parallelize(self, module: LightningModule, positions: Positions | None = None) -> Parallelized:
+        raise NotImplementedError
+
+    def _make_plain(self, module: LightningModule, parallelized: Parallelized) -> None:
+        raise NotImplementedError
+
+    def _is_too_large(self, module: LightningModule) -> bool:
+        raise NotImplementedError
+
+    def _make_steps(self, module: LightningModule, parallelized: Parallelized) -> Steps:
+        return (Steps if parallelized.cut is None else PipelinedSteps)(
+            module,
+            parallelized,
+            self._step_policies,
+            device=self.root_device,
+            ranks_on_device=self.num_processes if self.root_device.type == "cpu" else 1,
+            tell=rank_zero_info,
+        )
+
+    def _attach_pipeline(self, traced: set[str] | None = None) -> None:
+        module, parallelized, steps = self.lightning_module, self._parallelized, self._steps
+        if module is not None and parallelized is not None and isinstance(steps, PipelinedSteps):
+            self._pipelined = PipelinedModule(
+                module,
+                parallelized,
+                steps,
+                device=self.root_device,
+                loss_scale=lambda: loss_scale(self.precision_plugin),
+                place_again=self._place_again,
+            )
+            self._pipelined.attach(overridden_steps(module), traced)
+
+    def _place_again(self, positions: Positions) -> PipelinedModule:
+        """Cut the module anew, now that a trace has shown where in a step its parameters are used. A collective."""
+        module = self.lightning_module
+        assert module is not None
+        assert self._parallelized is not None
+        assert self._pipelined is not None
+        traced = self._pipelined.detach()
+        self.refuse(
+            misplaced_violations(module, self._parallelized, positions, is_too_large=self._is_too_large(module))
+        )
+        self._make_plain(module, self._parallelized)
+        self._parallelized = self._parallelize(module, positions)
+        adopt_optimizers(self.optimizers, module, self._parallelized.replaced())
+        self.steps.close()
+        self._steps = self._make_steps(module, self._parallelized)
+        self._steps.adopt(self.optimizers)
+        self._attach_pipeline(traced)
+        return self._pipelined
+
+    def _detach_pipeline(self) -> None:
+        if self._pipelined is not None:
+            self._pipelined.detach()
+        self._pipelined = None
+
+
+def overridden_steps(module: LightningModule) -> list[str]:
+    """The step methods that `module` has."""
+    return [name for name in STEP_METHODS if is_overridden(name, module)]

@@ -1,0 +1,71 @@
+"""Metrics that only the last stage of a pipeline updates: the other stages know of it, and count nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+
+@dataclass(frozen=True)
+class UpdatedMetric:
+    """A metric that a step has updated.
+
+    Args:
+        path: Where it is in the module.
+        updates: How often it was updated so far.
+        last: What it computed for the last microbatch.
+        lists: Name of a state that is a list -> dtype and shape of an entry, without the first dimension.
+    """
+
+    path: str
+    updates: int
+    last: Any
+    lists: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class StepMetrics:
+    """Which metrics of a module a step updates.
+
+    Args:
+        module: The module, before the step.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
+        self._counts = {path: metric._update_count for path, metric in self._metrics.items()}
+
+    def updated(self) -> list[UpdatedMetric]:
+        """What was updated since, on the stage that updates."""
+        changed = {path: m for path, m in self._metrics.items() if m._update_count != self._counts[path]}
+        return [
+            UpdatedMetric(path, metric._update_count, _on_host(metric._forward_cache), _list_states(metric))
+            for path, metric in changed.items()
+        ]
+
+    def follow(self, updated: Sequence[UpdatedMetric]) -> None:
+        """Bring the metrics of another stage to where these are: updated, with nothing in them.
+
+        Torchmetrics adds up the states of all ranks, and gathers lists of them only where no list is empty.
+        """
+        for each in updated:
+            metric: Any = self._metrics[each.path]
+            metric._update_count, metric._computed = each.updates, None
+            metric._forward_cache = each.last.to(metric.device) if isinstance(each.last, Tensor) else each.last
+            for name, (dtype, tail) in each.lists.items():
+                if not getattr(metric, name):
+                    setattr(metric, name, [torch.empty((0, *tail), dtype=dtype, device=metric.device)])
+
+
+def _list_states(metric: Metric) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    lists = {name: state[0] for name, state in states.items() if isinstance(state, list) and state}
+    return {name: (entry.dtype, tuple(entry.shape[1:])) for name, entry in lists.items()}
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value

@@ -1,0 +1,113 @@
+"""Gradients of a step whose backward has run already, and of parameters that several stages hold. Layer 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.stages import Holding, holding_of
+
+
+class GradientsOfStep:
+    """Gradients that backward makes while this is entered, apart from those of before.
+
+    Args:
+        parameters: Whose gradients.
+
+    Example:
+        >>> with GradientsOfStep(parameters) as gradients:
+        ...     ...  # forward and backward of all microbatches
+        >>> loss = gradients.attached_to(loss, scale=1.0)
+        >>> loss.backward()  # adds them to those of before
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._before: list[Tensor | None] = []
+        self._new: list[Tensor | None] = []
+
+    def __enter__(self) -> GradientsOfStep:
+        self._before = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._new = [parameter.grad for parameter in self._parameters]
+        for parameter, gradient in zip(self._parameters, self._before, strict=True):
+            parameter.grad = gradient
+        self._before = []
+
+    def attached_to(self, loss: Tensor, *, scale: float) -> Tensor:
+        """`loss`, with a backward that adds the new gradients, which are those of `loss` times `scale`.
+
+        Lightning clears old gradients between the step and backward, divides the loss by the microsteps of a window,
+        and scales it; hooks of the user's may do more. All that reaches the gradients through the chain rule.
+        """
+
+        @torch.no_grad()
+        def deposit(factor: Tensor) -> None:
+            for parameter, gradient in zip(self._parameters, self._new, strict=True):
+                if gradient is not None:
+                    new = gradient.mul_((factor / scale).to(gradient.dtype))
+                    parameter.grad = new if parameter.grad is None else parameter.grad.add_(new)
+
+        anchor = torch.zeros((), device=loss.device, requires_grad=True)
+        result: Tensor = _Deposit.apply(anchor, loss, deposit)
+        return result
+
+
+class _Deposit(torch.autograd.Function):
+    """A number whose backward hands out gradients that were computed before, times its own gradient."""
+
+    @staticmethod
+    def forward(context: Any, anchor: Tensor, value: Tensor, deposit: Callable[[Tensor], None]) -> Tensor:
+        context.deposit = deposit
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        context.deposit(gradients[0])
+        return None, None, None
+
+
+@torch.no_grad()
+def sum_shared_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Give each stage that holds a parameter the sum of the gradients of all that do. A collective of the pipeline.
+
+    Args:
+        parameters: All parameters of the module, each once, in the same order on every rank.
+    """
+    shared = [(p, h) for p in parameters if (h := holding_of(p)) is not None and len(h.ranks) > 1]
+    if not shared:
+        return
+    used = torch.tensor([p.grad is not None for p, _ in shared], dtype=torch.uint8)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=shared[0][1].host_group)
+    for (parameter, holding), is_used in zip(shared, used.tolist(), strict=True):
+        if is_used and holding.is_here:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            _add_others(_local(parameter.grad), holding)
+
+
+def _add_others(gradient: Tensor, holding: Holding) -> None:
+    # Every holder adds in the same order, so that all have the same sum to the last bit.
+    me = holding.group.rank()
+    parts = {rank: gradient.clone() if rank == me else torch.empty_like(gradient) for rank in holding.ranks}
+    others = [rank for rank in holding.ranks if rank != me]
+    operations = [dist.P2POp(dist.isend, parts[me], group=holding.group, group_peer=rank) for rank in others]
+    operations += [dist.P2POp(dist.irecv, parts[rank], group=holding.group, group_peer=rank) for rank in others]
+    for work in dist.batch_isend_irecv(operations) if operations and gradient.numel() else ():
+        work.wait()
+    gradient.zero_()
+    for rank in holding.ranks:
+        gradient.add_(parts[rank])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
