@@ -199,6 +199,8 @@ PRODUCTS = [
 @pytest.mark.parametrize(("strategy", "readers"), PRODUCTS)
 @pytest.mark.parametrize("case", ["llama", "hard", "demo", "hf_gpt2", "configure_model"])
 def test_products(ranks: Any, case: str, strategy: str, readers: int) -> None:
+    if strategy.startswith(("zero2", "fsdp_offload")) and case not in ("hard", "configure_model"):
+        pytest.skip("one module with each way to build it is enough for these")
     if "context" in strategy and case not in ("llama", "hard", "demo"):
         pytest.skip("it has two heads")
     assert_equal(ranks(4).run(train, case, "adamw", strategy, 4, readers)[0], reference(case))
@@ -210,7 +212,7 @@ def test_products(ranks: Any, case: str, strategy: str, readers: int) -> None:
 )
 @pytest.mark.parametrize("case", ["llama", "byte_gpt"])
 def test_layer_policies(ranks: Any, case: str, policies: str) -> None:
-    if case == "byte_gpt" and policies == "compile=layers":
+    if case == "byte_gpt" and "compile" in policies:
         pytest.skip("DTensors run through its layers, and the compiler warns of them")
     found = ranks(4).run(train, case, "adamw", f"fsdp_tp_custom:{policies}", 4, 2)[0]
     assert_equal(found, reference(case))
