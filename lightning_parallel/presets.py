@@ -72,7 +72,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "pp_custom": Preset(
         MeshStrategy,
-        "layers split inside a machine, stage by stage (pipeline parallel), sharded across machines",
+        "layers split over as many ranks as a machine has, stage by stage (pipeline parallel), sharded over the rest",
         {"pipeline": "node"},
     ),
 }

@@ -68,6 +68,7 @@ class PipelinedModule:
         self._last_rank = self._cut.plan.rank_of(self._cut.plan.last)
         self._traced: set[str] = set()
         self._usual_size: int | None = None
+        self._num_evaluated = 0
         self._own: dict[str, Any] = {}
         self._microsteps: dict[str, _Microstep] = {}
 
@@ -100,10 +101,15 @@ class PipelinedModule:
             self._traced.add(name)
             if (positions := self._misplaced(name, parts[0], args)) is not None:
                 return self._place_again(positions).run(name, batch, *args)
-        with _same_numbers(self._device) as seed:
-            if name != TRAINING:
-                return self._evaluate(name, parts, args, seed, size // count)
-            return self._train(parts, args, seed, size // count)
+        if name == TRAINING:
+            seed = _next_seed()
+            with _unchanged_numbers(self._device):
+                return self._train(parts, args, seed, size // count)
+        # One process draws nothing in most evaluations, and the next epoch is shuffled by what comes next.
+        with _unchanged_numbers(self._device):
+            self._num_evaluated += 1
+            seed = seed_of_part(_next_seed(), self._num_evaluated << 20)
+            return self._evaluate(name, parts, args, seed, size // count)
 
     def _count(self, name: str, size: int) -> int:
         policy, num_ranks = self._cut.policy, self._cut.plan.num_ranks
@@ -184,7 +190,7 @@ class PipelinedModule:
 
     def _misplaced(self, name: str, part: Any, args: Any) -> Positions | None:
         """Where parameters are used, unless each stage has what it uses already."""
-        with _same_numbers(self._device), StepLogs(self._module).of(0), _slow_path():
+        with _unchanged_numbers(self._device), StepLogs(self._module).of(0), _slow_path():
             traced = trace_positions(self._module, self._cut.passage, lambda: self._traced_step(name, part, args))
         return corrected(self._cut.positions, traced, self._cut.plan, is_first=len(self._traced) == 1)
 
@@ -222,13 +228,17 @@ class _Microstep:
         return output
 
 
+def _next_seed() -> int:
+    """A number that all ranks of a pipeline draw alike."""
+    return int(torch.randint(2**62, ()))
+
+
 @contextmanager
-def _same_numbers(device: torch.device) -> Iterator[int]:
-    """A seed that all ranks of a pipeline draw alike; outside, no more than that is drawn."""
-    seed = int(torch.randint(2**62, ()))
+def _unchanged_numbers(device: torch.device) -> Iterator[None]:
+    """What is drawn in here leaves the random numbers outside as they are."""
     state = RandomState.take(device)
     try:
-        yield seed
+        yield
     finally:
         state.restore(device)
 

@@ -21,11 +21,7 @@ def pipelining_violations(
 ) -> list[str]:
     """Options that do not go with a pipeline."""
     start = f"pipeline={degrees.pipeline}"
-    found = [
-        f"{start} with {name}={getattr(degrees, name)} is not available in this version; give one of the two"
-        for name in ("context", "tensor")
-        if getattr(degrees, name) != 1
-    ]
+    found = []
     if offload == "all":
         found.append(f"{start} with offload='all': stages sum gradients on the device; give offload='optimizer'")
     if float8 not in (None, "none"):

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.ghosts import is_ghost
 from lightning_parallel.head_split import HeadSplit, attend_multihead
 from lightning_parallel.hidden_states import Lengths
 from lightning_parallel.layer_probe import REMEDY, LayerProbe, probing
@@ -119,6 +120,19 @@ class SplitLayer:
             output = self.borders.run_layer(layer, function, args, kwargs)
         return output if self.flow.is_local else tree_map_only(DTensor, _result, output)
 
+    @contextlib.contextmanager
+    def unsplit(self) -> Iterator[None]:
+        """In here, it is its unsplit self, with whatever stands for its parameters."""
+        self.is_whole = True
+        try:
+            yield
+        finally:
+            self.is_whole = False
+
+    def is_unsplit(self, weight: Tensor) -> bool:
+        """Whether a map with `weight` runs as it is: for comparison, or to show a pipeline what it returns."""
+        return self.is_whole or is_ghost(weight)
+
     def branch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A submodule in which a branch begins."""
         return function(*args, **kwargs) if self.is_whole else self.borders.run_branch(function, args, kwargs)
@@ -173,7 +187,7 @@ def _distribute(
 
 
 def _by_columns(self: Any, split: SplitLayer, cls: type[Any], states: Tensor) -> Any:
-    if split.is_whole:
+    if split.is_unsplit(self.weight):
         return cls.forward(self, states)
     states = states.full_tensor() if isinstance(states, DTensor) else states
     bias = self.bias.to_local() if isinstance(self.bias, DTensor) else self.bias
@@ -181,7 +195,7 @@ def _by_columns(self: Any, split: SplitLayer, cls: type[Any], states: Tensor) ->
 
 
 def _by_rows(self: Any, split: SplitLayer, cls: type[Any], states: Tensor) -> Any:
-    if split.is_whole:
+    if split.is_unsplit(self.weight):
         return cls.forward(self, states)
     if isinstance(states, DTensor):
         states = states.redistribute(placements=[Shard(states.ndim - 1)]).to_local()
@@ -197,7 +211,7 @@ def _product(linear: Any, states: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _attending(self: Any, split: SplitLayer, cls: type[Any], *args: Any, **kwargs: Any) -> Any:
-    if split.is_whole:
+    if split.is_unsplit(self.out_proj.weight):
         return cls.forward(self, *args, **kwargs)
     return attend_multihead(self, split.borders, *args, **kwargs)
 
@@ -284,7 +298,6 @@ def _sequence_dims(layer: nn.Module, split: SplitLayer) -> Sequence[int]:
 def _whole(layer: nn.Module, split: SplitLayer) -> Iterator[None]:
     """While this is open, `layer` is its unsplit self on every rank. A collective."""
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
-    split.is_whole = True
     try:
         for child in layer.modules():
             for name, parameter in list(child._parameters.items()):
@@ -292,8 +305,8 @@ def _whole(layer: nn.Module, split: SplitLayer) -> Iterator[None]:
                     whole = parameter.detach().redistribute(split.flow.mesh, [Replicate()]).to_local()
                     child._parameters[name] = nn.Parameter(whole, parameter.requires_grad)
                     before.append((child, name, parameter))
-        yield
+        with split.unsplit():
+            yield
     finally:
-        split.is_whole = False
         for child, name, parameter in before:
             child._parameters[name] = parameter

@@ -24,6 +24,9 @@ from lightning_parallel.randomness import seed_of_part
 from lightning_parallel.stages import BEFORE_THE_STACK, StagePlan
 from lightning_parallel.techniques.pipeline.rehearsal import unchanged
 
+_REMEMBERED = 4096
+"""How many results of layers of other stages are remembered: shapes only, about a kilobyte each."""
+
 
 class StageExit(BaseException):
     """Leaves a step at the end of a stage, past any ``except Exception`` of the user's.
@@ -87,7 +90,7 @@ class Passage:
             seed: Of the random numbers that layers draw.
         """
         self._stage, self._received, self._seed = stage, received, seed
-        self.position, self._is_open = BEFORE_THE_STACK, True
+        self.position, self._is_open, self.is_in_layer = BEFORE_THE_STACK, True, False
         try:
             yield
         finally:
@@ -141,6 +144,8 @@ class Passage:
         args, kwargs = tree_map(lambda value: None if is_cache(value) else value, (args, kwargs))
         key = (index, torch.is_grad_enabled(), *map(_kind, tree_leaves((args, kwargs))))
         if key not in self._handed_on:
+            if len(self._handed_on) > _REMEMBERED:  # of batches whose length varies
+                self._handed_on.clear()
             hidden = _take_hidden(args, kwargs)
             args, kwargs = _with_hidden(hidden if is_ghost(hidden) else ghost_like(hidden), args, kwargs)
             self.is_in_layer = True
