@@ -21,6 +21,7 @@ from lightning_parallel import ConfigurationError, build_strategy, full_state_di
 from lightning_parallel.callbacks import GradientNorm
 from lightning_parallel.ghosts import is_ghost
 from lightning_parallel.stages import balanced
+from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch, merge_outputs
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 from tests.cases import CASES, GPT, ByteGPT, Case, data_of, next_token_loss
 from tests.collectives import Collectives
@@ -161,22 +162,28 @@ def test_layers_over_two_ranks(ranks: Any, case: str, optimizer: str) -> None:
     assert difference < TOLERANCE
 
 
+SCHEDULED = [
+    "fsdp_custom:pipeline=2,schedule=interleaved,virtual_stages=2",
+    "fsdp_custom:pipeline=2,schedule=zbv",
+    "fsdp_custom:pipeline=2,stages=[1,3],recompute=full,schedule=gpipe",
+]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "readers"),
+    ("case", "strategy", "readers"),
     [
-        ("pp_custom", 1),
-        ("fsdp_custom:pipeline=2", 2),
-        ("zero2_custom:pipeline=2", 2),
-        ("fsdp_custom:pipeline=2,replicate=2", 2),
-        ("fsdp_custom:pipeline=2,schedule=interleaved,virtual_stages=2", 2),
-        ("fsdp_custom:pipeline=2,schedule=zbv", 2),
-        ("fsdp_custom:pipeline=2,stages=[1,3],recompute=full,schedule=gpipe", 2),
+        ("deep_tied", "pp_custom", 1),
+        ("deep_tied", "fsdp_custom:pipeline=2", 2),
+        ("deep_tied", "zero2_custom:pipeline=2", 2),
+        ("deep_tied", "fsdp_custom:pipeline=2,replicate=2", 2),
+        ("head_first", "pp_custom", 1),
+        ("bare_parameter", "fsdp_custom:pipeline=2,replicate=2", 2),
+        ("bert", "fsdp_custom:pipeline=2", 2),
+        ("varying_length", "fsdp_custom:pipeline=2", 2),
+        *((case, strategy, 2) for case in ("deep_tied", "head_first") for strategy in SCHEDULED),
     ],
 )
-@pytest.mark.parametrize("case", ["deep_tied", "head_first"])
 def test_products(ranks: Any, case: str, strategy: str, readers: int) -> None:
-    if case == "head_first" and "schedule" not in strategy:
-        pytest.skip("where parameters are placed again, the schedule matters and the mesh does not")
     difference = worst(ranks(4).run(train, case, strategy, 4, readers)[0], reference(case))
     print(f"{case} {strategy}: {difference:.1e}")
     assert difference < TOLERANCE
@@ -241,7 +248,7 @@ def test_accumulation(ranks: Any, strategy: str) -> None:
 
 @pytest.mark.parametrize("case", ["deep_tied", "llama"])
 def test_bf16(ranks: Any, case: str) -> None:
-    """Microbatches round in other places: the largest difference read is 6e-3."""
+    """Microbatches round in other places: the largest difference read is 5e-3."""
     ours = ranks(2).run(train, case, "pp_custom", 2, 1, "sgd", precision="bf16-mixed")[0]
     assert worst(ours, reference(case, "sgd", precision="bf16-mixed")) < 2e-2
 
@@ -254,7 +261,7 @@ def scaled(strategy: str, num_ranks: int, num_readers: int) -> Outcome:
 
 def test_loss_scaling(ranks: Any) -> None:
     ours = ranks(4).run(scaled, "fsdp_custom:pipeline=2", 4, 2)[0]
-    assert worst(ours, scaled("auto", 1, 1)) < 2e-2
+    assert worst(ours, scaled("auto", 1, 1)) < 1e-3  # read: 4e-5
 
 
 class Metered(DeepTied):
@@ -619,3 +626,22 @@ def test_number_of_microbatches(size: int, expected: int) -> None:
     policy = PipelinePolicy()
     assert policy.training_microbatches(size, 2) == expected
     assert [policy.any_microbatches(n, 2) for n in (1, 5, 7, 9)] == [1, 1, 1, 3]
+
+
+def test_batches_are_cut_and_outputs_joined() -> None:
+    batch = {"x": torch.arange(8).view(4, 2), "names": list("abcd"), "pair": (torch.arange(4), 7), "w": torch.ones(3)}
+    first, second = cut_batch(batch, batch_size_of(batch), 2)
+    assert first["names"] == ["a", "b"]
+    assert second["x"].tolist() == [[4, 5], [6, 7]]
+    assert second["pair"][0].tolist() == [2, 3]
+    assert second["pair"][1] == 7
+    assert second["w"] is batch["w"]
+    rows = [torch.full((2, 1), float(i)) for i in (1, 2)]
+    parts = [{"rows": row, "mean": row.mean(), "ids": [int(row[0])] * 2, "n": 3} for row in rows]
+    merged = merge_outputs(parts, 2)
+    assert merged["rows"].flatten().tolist() == [1, 1, 2, 2]
+    assert (float(merged["mean"]), merged["ids"], merged["n"]) == (1.5, [1, 1, 2, 2], 3)
+    with pytest.raises(ConfigurationError, match="differs from microbatch to microbatch"):
+        merge_outputs([{"table": torch.ones(3, 3)}, {"table": torch.zeros(3, 3)}], 2)
+    with pytest.raises(ConfigurationError, match="no tensor"):
+        batch_size_of({"names": ["a"]})
