@@ -6,6 +6,7 @@ machine does falls on all of them. On shared cores only ratios of one round mean
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
@@ -23,37 +24,101 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
-VOCABULARY, WIDTH, DEPTH = 256, 384, 6
+VOCABULARY, WIDTH, HEADS, DEPTH = 256, 384, 6, 6
+SPLIT_HEADS, SPLIT_DEPTH = 8, 8
+"""Of the model whose heads and layers ranks share: up to eight of them."""
 
 
 class GPT(nn.Module):
-    """10.9 M parameters, in layers of torch's own."""
+    """10.8 M parameters in six layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 6, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(DEPTH)
-        )
+        self.blocks = self.build_blocks()
         self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def build_blocks(self) -> nn.ModuleList:
+        """The stack of layers."""
+        layer = functools.partial(nn.TransformerEncoderLayer, dropout=0.0, batch_first=True)
+        return nn.ModuleList(layer(WIDTH, HEADS, 4 * WIDTH) for _ in range(DEPTH))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens `[batch, length]` to the mean loss of predicting each token itself (a scalar)."""
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+        return loss_of(self.head(x), tokens)
 
 
-class Module(L.LightningModule):
-    """The module as a user writes it."""
+class Layer(nn.Module):
+    """A layer with a linear map for each of queries, keys and values, which can be split by hand, too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = GPT()
+        self.attention_norm = nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.mlp_norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hidden states `[batch, length, width]` to the same shape."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Attention(nn.Module):
+    """Attends with as many heads as its linear maps give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.output = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hidden states `[batch, length, width]` to the same shape."""
+        query, key, value = (
+            linear(x).unflatten(-1, (-1, WIDTH // SPLIT_HEADS)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        heads = F.scaled_dot_product_attention(query, key, value)
+        return self.output(heads.transpose(1, 2).flatten(2))
+
+
+class SplitGPT(GPT):
+    """14.4 M parameters in eight layers, which ranks can share."""
+
+    def build_blocks(self) -> nn.ModuleList:
+        """The stack of layers."""
+        return nn.ModuleList(Layer() for _ in range(SPLIT_DEPTH))
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The mean loss (a scalar) of logits `[batch, length, vocabulary]` for tokens `[batch, length]`."""
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+class Module(L.LightningModule):
+    """The module as a user writes it.
+
+    Args:
+        build_model: Makes its model.
+    """
+
+    def __init__(self, build_model: Callable[[], GPT] = GPT) -> None:
+        super().__init__()
+        self.model = build_model()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """A batch of tokens `[batch, length]` to the loss."""
@@ -124,6 +189,39 @@ def shard(model: nn.Module, mesh: Any) -> None:
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+def split_by_hand(model: GPT, mesh: DeviceMesh) -> None:
+    """Tensor parallel over `mesh`, in place: branches share one input, so that gradients of it are reduced once."""
+    whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    columns = {name: ColwiseParallel() for name in ("attention.query", "attention.key", "attention.value", "mlp.0")}
+    rows = {name: RowwiseParallel() for name in ("attention.output", "mlp.2")}
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"attention": whole, **columns, **rows})
+
+
+class StageByHand(nn.Module):
+    """A part of a model: equally many layers a stage, the embedding in the first, the head in the last.
+
+    Args:
+        model: The whole model.
+        index: Which stage.
+        num_stages: How many there are.
+    """
+
+    def __init__(self, model: GPT, index: int, num_stages: int) -> None:
+        super().__init__()
+        size = len(model.blocks) // num_stages
+        self.tokens = model.tokens if index == 0 else nn.Identity()
+        self.blocks = model.blocks[index * size : (index + 1) * size]
+        self.head = model.head if index == num_stages - 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens or hidden states to hidden states or logits."""
+        x = self.tokens(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 def synchronize() -> None:

@@ -104,9 +104,7 @@ class LongByteLM(LightningModule):
         learning_rate: Of AdamW, at its highest: it rises for the first tenth of all steps, then falls as a cosine.
     """
 
-    def __init__(
-        self, width: int = 128, num_layers: int = 2, num_heads: int = 8, learning_rate: float = 4e-3
-    ) -> None:
+    def __init__(self, width: int = 128, num_layers: int = 2, num_heads: int = 8, learning_rate: float = 4e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.learning_rate = learning_rate
