@@ -1,4 +1,4 @@
-"""Every recipe runs as its first lines say, on two ranks, and learns."""
+"""Every recipe runs as its first lines say, on two ranks or four, and learns."""
 
 from __future__ import annotations
 
@@ -13,8 +13,21 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/config.yaml"))
-GOALS = {"byte_lm": ("val_bpb", 0.0, 2.6), "digits": ("val_acc", 0.97, 1.0), "hf_gpt2": ("val_bpb", 0.0, 4.0)}
+GOALS = {
+    "byte_lm": ("val_bpb", 0.0, 2.6),
+    "digits": ("val_acc", 0.97, 1.0),
+    "hf_gpt2": ("val_bpb", 0.0, 4.0),
+    "long_context": ("val_bpb", 0.0, 3.3),
+    "pipeline_llama": ("val_bpb", 0.0, 3.5),
+    "three_d": ("val_bpb", 0.0, 3.5),
+}
 """Recipe -> what it has to reach: a metric, and its bounds."""
+OWN_STRATEGIES = {
+    "long_context": "cp_custom",
+    "pipeline_llama": "pp_custom",
+    "three_d": "fsdp_custom:tensor=2,pipeline=2,shard=auto",
+}
+"""Recipe that is about a strategy -> that strategy, in the string of `--strategy`; the others name none."""
 SLOWEST = 400
 """Seconds after which a recipe hangs; it takes a fraction of that where nothing else runs."""
 
@@ -24,12 +37,12 @@ def test_every_recipe_is_tested() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_chooses_and_names_no_strategy(recipe: str) -> None:
+def test_a_recipe_chooses_and_computes_nothing(recipe: str) -> None:
     text = (ROOT / "recipes" / recipe / "config.yaml").read_text()
     assert text.count("\n") <= 60
     assert text.startswith(f"# lightning-parallel fit --config recipes/{recipe}/config.yaml")
     config = yaml.safe_load(text)
-    assert "strategy" not in config
+    assert config.get("strategy") == OWN_STRATEGIES.get(recipe)
     assert "strategy" not in config["trainer"]
     for path in (ROOT / "recipes" / recipe).glob("*.py"):
         source = path.read_text()
@@ -37,15 +50,23 @@ def test_a_recipe_chooses_and_names_no_strategy(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "strategy"), [("byte_lm", "fsdp_custom"), ("digits", "ddp_custom"), ("hf_gpt2", "zero1_custom")]
+    ("recipe", "options"),
+    [
+        ("byte_lm", ["--strategy=fsdp_custom", "--trainer.devices=2"]),
+        ("digits", ["--strategy=ddp_custom", "--trainer.devices=2"]),
+        ("hf_gpt2", ["--strategy=zero1_custom", "--trainer.devices=2"]),
+        ("long_context", ["--trainer.devices=2"]),
+        ("pipeline_llama", ["--strategy=fsdp_custom", "--trainer.devices=2"]),
+        ("three_d", ["--strategy=fsdp_custom:tensor=2", "--trainer.devices=4"]),
+    ],
 )
-def test_recipe(recipe: str, strategy: str, tmp_path: Path) -> None:
+def test_recipe(recipe: str, options: list[str], tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-c", "from lightning_parallel.cli.main import main; main()", "fit"),
-        *("--config", f"recipes/{recipe}/config.yaml", f"--strategy={strategy}", "--trainer.devices=2"),
+        *("--config", f"recipes/{recipe}/config.yaml", *options),
         f"--trainer.logger.init_args.save_dir={tmp_path}",
     ]
-    # The launcher starts the second rank by the name of a script, so it needs one.
+    # The launcher starts the other ranks by the name of a script, so it needs one.
     script = tmp_path / "lightning-parallel"
     script.write_text("from lightning_parallel.cli.main import main\nmain()\n")
     command[1:3] = [str(script)]

@@ -66,8 +66,12 @@ def own_share(loader: DataLoader[Any]) -> DataLoader[Any]:
     return DataLoader(loader.dataset, batch_size=BATCH, sampler=DistributedSampler(loader.dataset, shuffle=False))
 
 
-def hand_written(turns: Turns, model: nn.Module, batches: Iterable[list[Tensor]], device: torch.device) -> None:
+def hand_written(
+    turns: Turns, build_model: Callable[[], nn.Module], batches: Iterable[list[Tensor]], device: torch.device
+) -> None:
     """The loop that one would write without Lightning."""
+    torch.manual_seed(0)  # weights are equal on all ranks
+    model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for (batch,) in batches:
         turns.pause()
@@ -108,13 +112,12 @@ def contenders(accelerator: str, device: torch.device, steps: int) -> dict[str, 
         return DistributedDataParallel(GPT().to(device), gradient_as_bucket_view=True)
 
     def tensor() -> nn.Module:
-        torch.manual_seed(0)  # what is not split is equal on all ranks
         model = SplitGPT().to(device)
         split_by_hand(model, mesh)
         return model
 
     def by_hand(model: Callable[[], nn.Module], batches: Iterable[list[Tensor]]) -> Callable[[Turns], None]:
-        return lambda turns: hand_written(turns, model(), batches, device)
+        return lambda turns: hand_written(turns, model, batches, device)
 
     def train(
         strategy: Callable[[], Any], module: Callable[[], Module], loader: DataLoader[Any] = own
