@@ -18,8 +18,8 @@ GOALS = {
     "digits": ("val_acc", 0.97, 1.0),
     "hf_gpt2": ("val_bpb", 0.0, 4.0),
     "long_context": ("val_bpb", 0.0, 3.3),
-    "pipeline_llama": ("val_bpb", 0.0, 3.5),
-    "three_d": ("val_bpb", 0.0, 3.5),
+    "pipeline_llama": ("val_bpb", 0.0, 3.0),
+    "three_d": ("val_bpb", 0.0, 3.0),
 }
 """Recipe -> what it has to reach: a metric, and its bounds."""
 OWN_STRATEGIES = {
@@ -56,7 +56,7 @@ def test_a_recipe_chooses_and_computes_nothing(recipe: str) -> None:
         ("digits", ["--strategy=ddp_custom", "--trainer.devices=2"]),
         ("hf_gpt2", ["--strategy=zero1_custom", "--trainer.devices=2"]),
         ("long_context", ["--trainer.devices=2"]),
-        ("pipeline_llama", ["--strategy=fsdp_custom", "--trainer.devices=2"]),
+        ("pipeline_llama", ["--trainer.devices=2"]),
         ("three_d", ["--strategy=fsdp_custom:tensor=2", "--trainer.devices=4"]),
     ],
 )
