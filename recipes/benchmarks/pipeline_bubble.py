@@ -1,17 +1,23 @@
 # python recipes/benchmarks/pipeline_bubble.py
-# python recipes/benchmarks/pipeline_bubble.py --rounds 24 --microbatches 8 --only 1f1b interleaved
-# python recipes/benchmarks/pipeline_bubble.py --accelerator cuda --ranks 4 --microbatches 8 16
-"""How much of a step the ranks of a pipeline idle, measured against what the order of the schedule implies.
+# python recipes/benchmarks/pipeline_bubble.py --rounds 40 --microbatches 8 --only 1f1b interleaved
+# python recipes/benchmarks/pipeline_bubble.py --accelerator cuda --ranks 4
+"""How much of a step the ranks of a pipeline wait for each other, against what the order of the schedule implies.
 
-Measured: the same microbatches also go through the whole model on one rank, by a loop that waits for nobody. P ranks
-that never waited would take 1/P of that time, so a step that takes T idles for 1 - T(whole)/(P T) of it. Besides the
-wait for other ranks, this contains what it costs to send, receive and cut batches. Whole model and schedules take turns
-step by step, and the table shows the median of the rounds. SGD is the optimizer, as its update takes next to no time.
+Measured: each schedule takes steps of M microbatches and of 2 M. While a pipeline is full, M microbatches more take the
+time that it needs for them without waiting, whatever they cost in computing, sending and wrapping. So the share of a
+step T(M) in which ranks wait is 1 - (T(2 M) - T(M)) / T(M). What a step costs apart from microbatches is in it; SGD is
+the optimizer, as its update takes next to no time.
 
 Ideal: the order of the schedule, carried out by ranks for which a layer's backward takes twice its forward and sending
-takes no time. With P ranks, M microbatches and V stages a rank, that is (P - 1)/(V M + P - 1) for `gpipe`, `1f1b` and
-`interleaved`. In `zbv` and `dualpipev`, too, a backward is one for inputs and weights together here, so that their
-ideal is not the published one, which puts the weights off into what is idle.
+takes no time. With P ranks and V stages a rank, that is (P - 1)/(V M + P - 1) for `gpipe`, `1f1b` and `interleaved`. In
+`zbv` and `dualpipev`, too, a backward is one for inputs and weights together here, so that their ideal is not the
+published one, which puts the weights off into what is idle.
+
+Efficiency: the same microbatches also go through the whole model on one rank, by a loop that waits for nobody; P ranks
+at that pace would take 1/P of its time. This is their share of the step, and everything else lowers it.
+
+All of these take turns step by step, so that what else the machine does falls on all; the table shows the medians of
+the rounds, and the quartiles of what was measured.
 """
 
 from __future__ import annotations
@@ -35,6 +41,8 @@ from lightning_parallel.techniques.pipeline.execution import training_actions
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
 LENGTH, WARM_UP = 64, 3
+WHOLE = "whole"
+Contender = tuple[str, int]
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2, "dualpipev": 2}
 """Schedule -> stages a rank."""
 UNITS = {"F": 1, "B": 2, "I": 2}
@@ -89,52 +97,56 @@ def ideal(schedule: str, ranks: int, microbatches: int) -> float:
 
 def contenders(
     accelerator: str, device: torch.device, schedules: list[str], microbatches: int, steps: int
-) -> dict[str, Callable[[Turns], None]]:
-    """Name -> a function that trains, and pauses between steps."""
-    loader = DataLoader(tokens(steps * microbatches, LENGTH), batch_size=microbatches, shuffle=False)
+) -> dict[Contender, Callable[[Turns], None]]:
+    """Name and number of microbatches -> a function that trains, and pauses between steps."""
 
-    def ours(schedule: str) -> Callable[[Turns], None]:
-        virtual = f",virtual_stages={SCHEDULES[schedule]}" if SCHEDULES[schedule] > 1 else ""
-        text = f"pp_custom:schedule={schedule},microbatches={microbatches}{virtual}"
+    def loader(count: int) -> DataLoader[Any]:
+        return DataLoader(tokens(steps * count, LENGTH), batch_size=count, shuffle=False)
+
+    def ours(schedule: str, count: int) -> Callable[[Turns], None]:
+        text = f"pp_custom:schedule={schedule},microbatches={count},virtual_stages={SCHEDULES[schedule]}"
         return lambda turns: through_lightning(
-            turns, lightning_parallel.build_strategy(text), SGDModule(SplitGPT), loader, accelerator
+            turns, lightning_parallel.build_strategy(text), SGDModule(SplitGPT), loader(count), accelerator
         )
 
-    return {"whole": lambda turns: whole(turns, loader, device), **{name: ours(name) for name in schedules}}
+    counts = (microbatches, 2 * microbatches)
+    return {
+        (WHOLE, microbatches): lambda turns: whole(turns, loader(microbatches), device),
+        **{(schedule, count): ours(schedule, count) for schedule in schedules for count in counts},
+    }
 
 
 def measure(options: argparse.Namespace) -> None:
     """Run on one rank; rank 0 prints."""
     device = set_up(options.accelerator)
     schedules = [name for name in SCHEDULES if not options.only or name in options.only]
+    microbatches = options.microbatches or 2 * dist.get_world_size()
+    runs = contenders(options.accelerator, device, schedules, microbatches, WARM_UP + options.rounds + 2)
+    turns = {contender: Turns(run) for contender, run in runs.items()}
+    order = list(turns)
+    seconds: dict[Contender, list[float]] = {contender: [] for contender in order}
+    for index in range(1 + WARM_UP + options.rounds):  # the first turn is the set-up
+        for contender in order[index % len(order) :] + order[: index % len(order)]:
+            dist.barrier()
+            seconds[contender].append(turns[contender].step())
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} ranks, {options.rounds} rounds; idle share of a step")
-        print(f"{'':12} {'microbatches':>12} {'ideal':>8} {'measured':>9} {'quarter':>8} {'quarter':>8}", flush=True)
-    for microbatches in options.microbatches:
-        runs = contenders(options.accelerator, device, schedules, microbatches, WARM_UP + options.rounds + 1)
-        turns = {name: Turns(run) for name, run in runs.items()}
-        names = list(turns)
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        for index in range(1 + WARM_UP + options.rounds):  # the first turn is the set-up
-            for name in names[index % len(names) :] + names[: index % len(names)]:
-                dist.barrier()
-                seconds[name].append(turns[name].step())
-        for contender in turns.values():
-            contender.step()  # to the end of training
-        if dist.get_rank() == 0:
-            report({name: times[1 + WARM_UP :] for name, times in seconds.items()}, microbatches)
+        report({contender: times[1 + WARM_UP :] for contender, times in seconds.items()}, schedules, microbatches)
     dist.barrier()
-    os._exit(0)  # what Lightning starts at exit would wait for other threads
+    os._exit(0)  # the contenders wait for a turn that does not come
 
 
-def report(seconds: dict[str, list[float]], microbatches: int) -> None:
-    """The rows of the table."""
-    ranks = dist.get_world_size()
-    for name in list(seconds)[1:]:
-        idle = [1 - alone / (ranks * step) for alone, step in zip(seconds["whole"], seconds[name], strict=True)]
-        low, middle, high = statistics.quantiles(idle, n=4)
+def report(seconds: dict[Contender, list[float]], schedules: list[str], microbatches: int) -> None:
+    """The table."""
+    ranks, alone = dist.get_world_size(), seconds[WHOLE, microbatches]
+    print(f"{ranks} ranks, {microbatches} microbatches, {len(alone)} rounds")
+    print(f"{'':12} {'ideal':>8} {'measured':>9} {'quarter':>8} {'quarter':>8} {'efficiency':>11}")
+    for name in schedules:
+        steps, long_steps = seconds[name, microbatches], seconds[name, 2 * microbatches]
+        waits = [2 - long / step for step, long in zip(steps, long_steps, strict=True)]
+        low, middle, high = statistics.quantiles(waits, n=4)
+        efficiency = statistics.median(one / (ranks * step) for one, step in zip(alone, steps, strict=True))
         best = ideal(name, ranks, microbatches)
-        print(f"{name:12} {microbatches:12} {best:8.3f} {middle:9.3f} {low:8.3f} {high:8.3f}", flush=True)
+        print(f"{name:12} {best:8.3f} {middle:9.3f} {low:8.3f} {high:8.3f} {efficiency:11.3f}", flush=True)
 
 
 def main() -> None:
@@ -142,8 +154,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--microbatches", type=int, help="of the shorter steps; twice the ranks, if not given")
     parser.add_argument("--only", nargs="*", choices=tuple(SCHEDULES), help="schedules that are wanted")
     options = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
