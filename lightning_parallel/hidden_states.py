@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_parallel.randomness import seed_of_part
+from lightning_parallel.randomness import seed_generators, seed_of_part
 
 
 @dataclass
@@ -58,5 +58,5 @@ def own_stream(group: ProcessGroup, *, is_needed: bool) -> Iterator[None]:
     seed = int(torch.randint(2**62, ()))
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed_of_part(seed, group.rank()))
+        seed_generators(seed_of_part(seed, group.rank()))
         yield

@@ -36,29 +36,60 @@ def probing(layer: nn.Module, arguments: Any, *, doubles: bool) -> Iterator[Any]
         The arguments to run it on.
     """
     modes = {child: child.training for child in layer.modules()}
-    tables: list[dict[str, Any]] = [t for child in layer.modules() for t in (child._parameters, child._buffers)]
-    before = [(table, dict(table)) for table in tables] if doubles else []
+    tables: list[dict[str, Any]] = [child._buffers for child in layer.modules()]
+    tables += [child._parameters for child in layer.modules()] if doubles else []  # type: ignore[misc]
+    tensors, attributes = [dict(table) for table in tables], _attributes(layer)
     device = next((leaf.device.type for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), "cpu")
+    copies: dict[int, Any] = {}  # what is tied stays tied
     try:
         layer.eval()
-        for table, tensors in before:
-            table.update({name: _double(tensor) for name, tensor in tensors.items()})
+        for table in tables:
+            for name, tensor in table.items():
+                table[name] = copies.setdefault(id(tensor), _copy(tensor, doubles=doubles))
         with _torch.without_dispatch_modes(), saved_tensors_hooks(_same, _same), torch.autocast(device, enabled=False):
             yield tree_map_only(Tensor, _double, arguments) if doubles else arguments
     finally:
-        for table, tensors in before:
-            table.update(tensors)
+        for table, before in zip(tables, tensors, strict=True):
+            table.update(before)
+        _restore(attributes)
         for child, mode in modes.items():
             child.training = mode
 
 
-def _double(tensor: Any) -> Any:
-    if tensor is None or not tensor.is_floating_point():
-        return tensor
-    double = tensor.detach().double()
+def _copy(tensor: Any, *, doubles: bool) -> Any:
+    """A parameter in fp64 that wants a gradient, frozen or not; a buffer that may be written into."""
+    if tensor is None:
+        return None
+    copy = _double(tensor) if doubles else tensor.detach()
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(double, tensor.requires_grad)
-    return double.requires_grad_(tensor.requires_grad)
+        return nn.Parameter(copy, copy.is_floating_point())
+    return copy if copy is not tensor and copy.dtype != tensor.dtype else copy.clone()
+
+
+def _double(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.detach().double().requires_grad_(tensor.requires_grad)
+
+
+_Attributes = list[tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]]
+
+
+def _attributes(layer: nn.Module) -> _Attributes:
+    """What code keeps on the layer and its submodules, with what is in lists and dicts of it."""
+    found: _Attributes = []
+    for child in layer.modules():
+        own = {name: value for name, value in vars(child).items() if not name.startswith("_")}
+        found.append((vars(child), own, [(v, v.copy()) for v in own.values() if type(v) in (list, dict)]))
+    return found
+
+
+def _restore(attributes: _Attributes) -> None:
+    for holder, own, containers in attributes:
+        holder.update(own)
+        for container, content in containers:
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
 
 
 def _same(saved: Any) -> Any:
@@ -86,8 +117,11 @@ class LayerProbe:
             return copy
 
         args, kwargs = tree_map_only(Tensor, fresh, tree_map(_without_cache, (args, kwargs)))
+        before = {id(value) for child in layer.modules() for value in vars(child).values()}
         output = run(args, kwargs)
-        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        # What a layer keeps for the loss is a result, too.
+        kept = [value for child in layer.modules() for value in vars(child).values() if id(value) not in before]
+        results = [leaf for leaf in tree_leaves((output, kept)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         self.results = [result.detach() for result in results]
         parameters = {n: p for n, p in layer.named_parameters() if p.requires_grad}
         waves = [torch.linspace(-1, 1, r.numel(), device=r.device).cos().view(r.shape).to(r.dtype) for r in results]

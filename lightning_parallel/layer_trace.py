@@ -193,7 +193,7 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, output: Tensor, path: str) -> Tensor:
         context.path = path
-        return output.view_as(output)
+        return output.clone()  # a view might not be written into
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:

@@ -45,6 +45,7 @@ from lightning_parallel.techniques.sharding import (
 from lightning_parallel.techniques.tensor import apply_tensor
 from lightning_parallel.techniques.vocabulary import apply_vocabulary, keep_split
 from lightning_parallel.tensor_plan import plan_tensor
+from lightning_parallel.tensor_plan import statistics_violations as statistics_violations_of_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +215,9 @@ def parallelize(
         cut.release(module, device)
     if mesh.tensor is not None:
         tensor_plan = plan_tensor(module, anatomy, policies.tensor_plan, degree=mesh.tensor.size())
-        lengths += apply_tensor(stacks, tensor_plan, mesh.tensor, sequence=policies.sequence)
+        lengths += apply_tensor(
+            stacks, tensor_plan, mesh.tensor, peers=mesh.stage_host_group, sequence=policies.sequence
+        )
         if tensor_plan.tables:
             apply_vocabulary({path: module.get_submodule(path) for path in tensor_plan.tables}, mesh.tensor)
             keep_split(module, ("forward", *policies.step_methods), mesh.tensor)
@@ -314,7 +317,8 @@ def _cutting_violations(module: nn.Module, anatomy: Anatomy, policies: Policies,
     """Why the layers cannot be shared by so many ranks."""
     found = []
     if "tensor" in cutting:
-        found += plan_tensor(module, anatomy, policies.tensor_plan, degree=cutting["tensor"]).violations
+        plan = plan_tensor(module, anatomy, policies.tensor_plan, degree=cutting["tensor"])
+        found += [*plan.violations, *statistics_violations_of_plan(module, plan, anatomy.layers)]
     if "pipeline" in cutting:
         found += cut_violations(module, anatomy, policies.pipeline, cutting["pipeline"])
     if len(anatomy.layers) != len({module.get_submodule(path) for path in anatomy.layers}):

@@ -65,6 +65,16 @@ class RandomState:
         return cls(plain["host"], plain["device"], (version, tuple(numbers), gauss), numpy)
 
 
+def seed_generators(seed: int) -> None:
+    """Seed torch's generators of the host and of devices in use: `torch.manual_seed`, but for what it costs.
+
+    That one also notes the stack of its caller for each kind of device that was never used.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
 def seed_of_part(seed: int, part: int) -> int:
     """The seed of the stream of one of several parts that share `seed`."""
     return (seed + part * _STRIDE) % 2**63

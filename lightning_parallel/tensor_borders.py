@@ -186,8 +186,15 @@ class SequenceBorders(WholeBorders):
         if self._is_first:
             return args, kwargs
         hidden, args, kwargs = take_hidden(args, kwargs)
-        dim = self._lengths.dim
-        return (rejoin(hidden, dim, self._length(hidden), self.group), *args), kwargs
+        local, whole = hidden.shape[self._lengths.dim], self._length(hidden)
+
+        def rejoined(tensor: Tensor) -> Tensor:
+            """What an earlier layer made for its positions runs along them, too."""
+            dims = [dim for dim, size in enumerate(tensor.shape) if size == local]
+            return rejoin(tensor, dims[0], whole, self.group) if len(dims) == 1 and local != whole else tensor
+
+        args, kwargs = tree_map_only(Tensor, rejoined, (args, kwargs))
+        return (rejoin(hidden, self._lengths.dim, whole, self.group), *args), kwargs
 
     @override
     def alone(self) -> SequenceBorders:

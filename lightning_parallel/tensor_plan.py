@@ -166,7 +166,7 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 def _pattern(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+    return re.compile(re.escape(str(pattern)).replace(r"\*", r"[^.]+"))
 
 
 def _shape(linear: nn.Module) -> tuple[int, ...]:
@@ -195,6 +195,22 @@ def _checked(plan: TensorPlan, maps: Mapping[str, nn.Module], heads: _Heads, siz
             "tensor_plan={'path.in.layer': 'colwise' or 'rowwise'}, or give tensor=1"
         )
     return TensorPlan(roles, plan.source, violations)
+
+
+def statistics_violations(module: nn.Module, plan: TensorPlan, layers: Sequence[str]) -> list[str]:
+    """Which modules of split layers keep running statistics: each rank would see those of its own features."""
+    found = [
+        f"{layer}.{path}"
+        for layer in layers
+        if plan.below(layer)
+        for path, child in module.get_submodule(layer).named_modules()
+        if getattr(child, "track_running_stats", False)
+    ]
+    return [
+        f"{path} keeps running statistics, and each rank would count its own features only; give tensor=1, or a norm "
+        "without statistics"
+        for path in found[:1]
+    ]
 
 
 def _without_outside(module: nn.Module, maps: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

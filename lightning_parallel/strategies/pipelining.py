@@ -18,7 +18,7 @@ from lightning_parallel import _torch
 from lightning_parallel.errors import check
 from lightning_parallel.ghosts import ghosts_in, name_sources
 from lightning_parallel.parallelize import Parallelized
-from lightning_parallel.randomness import RandomState, seed_of_part
+from lightning_parallel.randomness import RandomState, seed_generators, seed_of_part
 from lightning_parallel.stages import broadcast_object
 from lightning_parallel.steps import PipelinedSteps
 from lightning_parallel.strategies.step_logs import StepLogs
@@ -244,7 +244,7 @@ def _unchanged_numbers(device: torch.device) -> Iterator[None]:
 
 
 def _draw_from(seed: int) -> None:
-    torch.manual_seed(seed)
+    seed_generators(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 

@@ -112,5 +112,5 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if "mixed torch.Tensor and DTensor" in str(exception):
+        if any(words in str(exception) for words in ("mixed torch.Tensor and DTensor", "different mesh")):
             exception.add_note(_MIXED)

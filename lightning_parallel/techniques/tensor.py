@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel import _torch
+from lightning_parallel.caches import without_fresh_cache
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.ghosts import is_ghost
 from lightning_parallel.head_split import HeadSplit, attend_multihead
@@ -39,7 +40,12 @@ from lightning_parallel.tensor_plan import TensorPlan
 
 
 def apply_tensor(
-    stacks: Sequence[Sequence[tuple[str, nn.Module]]], plan: TensorPlan, mesh: DeviceMesh, *, sequence: bool = False
+    stacks: Sequence[Sequence[tuple[str, nn.Module]]],
+    plan: TensorPlan,
+    mesh: DeviceMesh,
+    *,
+    peers: ProcessGroup,
+    sequence: bool = False,
 ) -> list[Lengths]:
     """Split the linear maps of the layers over `mesh`, in place: their parameters become DTensors. Names stay.
 
@@ -48,6 +54,7 @@ def apply_tensor(
             rank, or on the meta device.
         plan: What is split how.
         mesh: One axis: the ranks that share a matrix product.
+        peers: All ranks that hold these layers, in host memory.
         sequence: Whether each rank has a part of the positions between branches.
 
     Returns:
@@ -62,7 +69,8 @@ def apply_tensor(
             roles = plan.below(path)
             if (not roles and not sequence) or any(layer is earlier for _, earlier in stack[:index]):
                 continue
-            flow = flows.setdefault((number, type(layer), tuple(roles.items())), Flow(path, mesh))
+            key = number, type(layer), tuple(roles.items()), _settings(layer)
+            flow = flows.setdefault(key, Flow(path, mesh, peers))
             is_first, is_last = index == 0, index == len(stack) - 1
             borders = (
                 SequenceBorders(group, is_first=is_first, is_last=is_last, lengths=lengths[number])
@@ -73,17 +81,31 @@ def apply_tensor(
     return lengths
 
 
+def _settings(layer: nn.Module) -> tuple[Any, ...]:
+    """What may make layers of one class compute differently; a layer's number is none of it."""
+    return tuple(
+        (path, type(child), name, value)
+        for path, child in layer.named_modules()
+        for name, value in sorted(vars(child).items())
+        if isinstance(value, int | float | str | None)
+        and name != "training"
+        and not name.endswith(("idx", "index", "layer_id"))
+    )
+
+
 class Flow:
     """What runs between the maps of layers of one kind: local tensors, or DTensors.
 
     Args:
         path: Where the first of these layers is.
         mesh: The ranks that share a matrix product.
+        peers: All ranks that hold these layers: they choose alike.
     """
 
-    def __init__(self, path: str, mesh: DeviceMesh) -> None:
+    def __init__(self, path: str, mesh: DeviceMesh, peers: ProcessGroup) -> None:
         self.path = path
         self.mesh = mesh
+        self.peers = peers
         self.is_local = True
         self.is_checked = False
 
@@ -224,6 +246,9 @@ def _branching(self: Any, split: SplitLayer, cls: type[Any], *args: Any, **kwarg
 
 
 def _splitting(self: Any, split: SplitLayer, cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+    if torch.is_grad_enabled():  # nobody reads a cache of some heads in training; Hugging Face fills one there, too
+        args = tuple(without_fresh_cache(self, args))
+        kwargs = dict(zip(kwargs, without_fresh_cache(self, kwargs.values()), strict=True))
     function = functools.partial(cls.forward, self)
     if not split.flow.is_checked:
         _check(self, split, function, args, kwargs)
@@ -279,8 +304,8 @@ def _compare(split: SplitLayer, probe: Callable[[], LayerProbe], whole: LayerPro
     except (RuntimeError, AssertionError, IndexError, KeyError, ValueError, TypeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         failure = f"fails when its linear maps are split over ranks: {reason[0]}; {REMEDY}"
-    has_failed = torch.tensor(int(bool(failure)), device=split.flow.mesh.device_type)
-    dist.all_reduce(has_failed, op=dist.ReduceOp.MAX, group=split.borders.group)
+    has_failed = torch.tensor(int(bool(failure)))
+    dist.all_reduce(has_failed, op=dist.ReduceOp.MAX, group=split.flow.peers)
     return failure if failure or not has_failed else f"differs on another rank when it is split; {REMEDY}"
 
 

@@ -20,7 +20,7 @@ from lightning_parallel import _torch
 from lightning_parallel.caches import is_cache
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.ghosts import Ghost, Watch, ghost_like, ghosts_in, is_ghost, name_sources
-from lightning_parallel.randomness import seed_of_part
+from lightning_parallel.randomness import seed_generators, seed_of_part
 from lightning_parallel.stages import BEFORE_THE_STACK, StagePlan
 from lightning_parallel.techniques.pipeline.rehearsal import unchanged
 
@@ -275,7 +275,7 @@ def _own_stream(seed: int | None, index: int, *, is_needed: bool) -> Iterator[No
         return
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed_of_part(seed, (index + 1) << 20))
+        seed_generators(seed_of_part(seed, (index + 1) << 20))
         yield
 
 
