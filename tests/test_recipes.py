@@ -57,7 +57,7 @@ def test_a_recipe_chooses_and_computes_nothing(recipe: str) -> None:
         ("hf_gpt2", ["--strategy=zero1_custom", "--trainer.devices=2"]),
         ("long_context", ["--trainer.devices=2"]),
         ("pipeline_llama", ["--trainer.devices=2"]),
-        ("three_d", ["--strategy=fsdp_custom:tensor=2", "--trainer.devices=4"]),
+        ("three_d", ["--trainer.devices=4"]),
     ],
 )
 def test_recipe(recipe: str, options: list[str], tmp_path: Path) -> None:
