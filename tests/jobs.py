@@ -26,6 +26,9 @@ from tests.parity import GLOBAL_BATCH, Recorder, make_trainer
 
 Weights = dict[str, Tensor]
 
+SHARING = ("cp_custom", "tp_custom", "fsdp_tp_custom", "pp_custom")
+"""Names under which some ranks read the same samples; they have tests of their own."""
+
 
 def loader(num_ranks: int, steps: int = 4, case: str = "byte_gpt") -> DataLoader[Any]:
     return loader_of(case, steps=steps, global_batch=GLOBAL_BATCH, num_ranks=num_ranks)

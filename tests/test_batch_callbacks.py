@@ -23,16 +23,14 @@ from lightning_parallel.callbacks.gradient_norm import GradientNorm
 from lightning_parallel.callbacks.learning_rate import ScaledLearningRate
 from lightning_parallel.presets import PRESETS
 from tests.cases import CASES, ByteGPT, data_of
-from tests.jobs import StopAt, Weights, trainer_for
+from tests.jobs import SHARING, StopAt, Weights, trainer_for
 from tests.parity import GLOBAL_BATCH, TOLERANCE, difference
 from tests.test_parity import num_ranks
 
 SIZE = 16
 WINDOWS = 3
 MICROBATCH = 2
-RANKED = [
-    name for name in PRESETS if name not in ("dp_custom", "cp_custom", "pp_custom")
-]  # ranks that read other samples
+RANKED = [name for name in PRESETS if name not in ("dp_custom", *SHARING)]
 
 
 def microbatches(

@@ -15,7 +15,7 @@ from lightning_parallel import ConfigurationError
 from lightning_parallel.callbacks.gradient_norm import GradientNorm
 from lightning_parallel.presets import PRESETS
 from tests.cases import CASES
-from tests.jobs import loader, trainer_for
+from tests.jobs import SHARING, loader, trainer_for
 from tests.parity import TOLERANCE
 from tests.test_parity import num_ranks
 
@@ -78,7 +78,7 @@ def assert_same(found: Norms, reference: Norms) -> None:
 
 
 @pytest.mark.parametrize("case", ["byte_gpt", "hf_gpt2", "parameter_groups", "bare_parameter", "frozen_lora", "gan"])
-@pytest.mark.parametrize("name", ["auto", *(name for name in PRESETS if name not in ("cp_custom", "pp_custom"))])
+@pytest.mark.parametrize("name", ["auto", *(name for name in PRESETS if name not in SHARING)])
 def test_norm_of_one_process(ranks: Any, name: str, case: str) -> None:
     reference = expected(case)
     assert case == "gan" or min(reference["norm"]) > 0.02  # clipping would show

@@ -16,9 +16,7 @@ from tests.cases import CASES, ByteGPT
 from tests.parity import TOLERANCE, difference
 from tests.test_parity import num_ranks
 
-NAMES = [
-    name for name in PRESETS if name not in ("dp_custom", "cp_custom", "pp_custom")
-]  # ranks that read other samples
+NAMES = [name for name in PRESETS if name not in ("dp_custom", *jobs.SHARING)]
 
 
 def run(ranks: Any, name: str, job: Any, *args: Any) -> Any:
