@@ -71,10 +71,17 @@ def train(case: str, optimizer: str, strategy: str, num_ranks: int, **kwargs: An
         kwargs.setdefault("gradient_clip_val", 0.5)
     built = strategy if strategy == "auto" else lightning_parallel.build_strategy(strategy)
     trainer = make_trainer(built, num_ranks, callbacks=[recorder], **kwargs)
-    readers = 1 if strategy.startswith(("dp_custom", "cp_custom", "pp_custom")) else num_ranks
+    readers = num_readers(strategy.partition(":")[0], num_ranks)
     trainer.fit(module, loader_of(case, steps=STEPS, global_batch=GLOBAL_BATCH, num_ranks=readers))
     recorder.outcome.final = lightning_parallel.full_state_dict(trainer)
     return recorder.outcome
+
+
+def num_readers(name: str, num_ranks: int) -> int:
+    """How many ranks read other samples."""
+    if name in ("dp_custom", "cp_custom", "tp_custom", "pp_custom"):
+        return 1
+    return num_ranks // 2 if name == "fsdp_tp_custom" else num_ranks
 
 
 def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
