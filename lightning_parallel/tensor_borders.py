@@ -45,6 +45,11 @@ class WholeBorders:
         self.group = group
         self._entered: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def is_at_entry(self) -> bool:
+        """Whether all that a layer is given is whole."""
+        return True
+
     def enter(self, states: Tensor) -> Tensor:
         """Hidden states for a map by columns, entered once for all that read them: they share one all-reduce."""
         if self._entered is None or self._entered[0] is not states:
@@ -105,6 +110,11 @@ class SequenceBorders(WholeBorders):
         self._shape: torch.Size | None = None
         self._is_inside = False
         self._arguments: list[Tensor] = []
+
+    @property
+    @override
+    def is_at_entry(self) -> bool:
+        return self._is_first
 
     @override
     def enter(self, states: Tensor) -> Tensor:
@@ -186,15 +196,8 @@ class SequenceBorders(WholeBorders):
         if self._is_first:
             return args, kwargs
         hidden, args, kwargs = take_hidden(args, kwargs)
-        local, whole = hidden.shape[self._lengths.dim], self._length(hidden)
-
-        def rejoined(tensor: Tensor) -> Tensor:
-            """What an earlier layer made for its positions runs along them, too."""
-            dims = [dim for dim, size in enumerate(tensor.shape) if size == local]
-            return rejoin(tensor, dims[0], whole, self.group) if len(dims) == 1 and local != whole else tensor
-
-        args, kwargs = tree_map_only(Tensor, rejoined, (args, kwargs))
-        return (rejoin(hidden, self._lengths.dim, whole, self.group), *args), kwargs
+        dim = self._lengths.dim
+        return (rejoin(hidden, dim, self._length(hidden), self.group), *args), kwargs
 
     @override
     def alone(self) -> SequenceBorders:
