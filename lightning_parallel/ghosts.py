@@ -89,7 +89,10 @@ class Ghost(Tensor):
             raise GhostReadError([_written(sources)])
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
-        result = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
+        try:
+            result = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
+        except (RuntimeError, NotImplementedError) as error:
+            raise GhostReadError([_unknown(name, sources, error)]) from error
         own = {id(ghost.meta): ghost for ghost in ghosts}
         device = ghosts[0].device
 
@@ -153,6 +156,15 @@ def _to_meta(value: Any) -> Any:
     if isinstance(value, Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return value
+
+
+def _unknown(name: str, sources: frozenset[str], error: Exception) -> str:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return (
+        f"torch cannot tell the shape of what {name} returns where another pipeline stage computes it (with "
+        f"{', '.join(sorted(sources)[:4]) or 'other layers'}): {reason}. If the model has another implementation of "
+        "this operation, choose it, or give pipeline=1"
+    )
 
 
 def _read(sources: frozenset[str]) -> str:

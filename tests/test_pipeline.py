@@ -595,7 +595,6 @@ def refusal(kind: str, strategy: str, num_ranks: int, batch: int) -> str:
         ("deep", "pp_custom:stages=[1,2]", 4, ["stages=[1, 2] are 3 layers, but model.blocks has 4"]),
         ("deep", "pp_custom:stages=[4]", 4, ["stages=[4] are 1 stages, but there are 2"]),
         ("deep", "pp_custom:stages=[4,0]", 4, ["at least 1"]),
-        ("deep", "fsdp_custom:pipeline=2,context=2", 4, ["pipeline=2 with context=2"]),
         ("deep", "pp_custom:offload=all,optimizer_in_backward=true", 4, ["2 problems", "offload='all'"]),
         ("deep", "pp_custom:forward_methods=[model.forward]", 4, ["forward_methods=['model.forward']"]),
         ("conditioned", "pp_custom", 4, ["model.blocks.3", "only another pipeline stage", "model.positions.weight"]),

@@ -327,6 +327,7 @@ def _head_violation(query: Tensor, key: Tensor, num_ranks: int) -> str:
     if num_ranks in legal:
         return ""
     return (
-        f"context={num_ranks} cannot share {heads} heads and {kv_heads} heads of keys and values; possible: "
+        f"context={num_ranks} cannot share {heads} heads and {kv_heads} heads of keys and values (those that tensor "
+        "parallel has left to a rank, if there is any); possible: "
         f"{', '.join(map(str, legal))}"
     )
