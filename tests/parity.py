@@ -62,6 +62,13 @@ def make_trainer(strategy: Any, num_ranks: int, **kwargs: Any) -> L.Trainer:
     return L.Trainer(**{**defaults, **kwargs})
 
 
+def num_readers(strategy: str, num_ranks: int) -> int:
+    """How many ranks read different samples; the others share theirs with a peer."""
+    if strategy.startswith(("dp_custom", "cp_custom", "tp_custom", "pp_custom")):
+        return 1
+    return num_ranks // 2 if strategy.startswith("fsdp_tp_custom") else num_ranks
+
+
 def train(case: str, optimizer: str, strategy: str, num_ranks: int, **kwargs: Any) -> Outcome:
     """Five steps; on every rank of a pool, or in one process with ``strategy="auto"`` and one rank."""
     L.seed_everything(3, verbose=False)
@@ -71,7 +78,7 @@ def train(case: str, optimizer: str, strategy: str, num_ranks: int, **kwargs: An
         kwargs.setdefault("gradient_clip_val", 0.5)
     built = strategy if strategy == "auto" else lightning_parallel.build_strategy(strategy)
     trainer = make_trainer(built, num_ranks, callbacks=[recorder], **kwargs)
-    readers = 1 if strategy.startswith(("dp_custom", "cp_custom", "pp_custom")) else num_ranks
+    readers = num_readers(strategy, num_ranks)
     trainer.fit(module, loader_of(case, steps=STEPS, global_batch=GLOBAL_BATCH, num_ranks=readers))
     recorder.outcome.final = lightning_parallel.full_state_dict(trainer)
     return recorder.outcome

@@ -40,7 +40,7 @@ def run(ranks: Callable[[int], RankPool], case: str, optimizer: str, name: str) 
 
 
 def num_ranks(name: str) -> int:
-    return 4 if name == "hsdp_custom" else 2
+    return 4 if name in ("hsdp_custom", "fsdp_tp_custom") else 2
 
 
 @pytest.mark.parametrize(("case", "name"), [(case, name) for case, name in CELLS if CELLS[case, name] == "runs"])
@@ -88,6 +88,7 @@ def test_the_matrix_lists_what_is_tested() -> None:
     assert table["modules"] == [*CASES, *REFUSED_CASES]
     assert all(list(row) == list(PRESETS) for row in table["cells"].values())
     assert all(cell == "runs" or cell.startswith("refused: ") for cell in CELLS.values())
-    without_stack = ("conv_net", "lstm", "gan")
-    refused = {(case, "cp_custom") for case in without_stack} | {(c, name) for c in REFUSED_CASES for name in PRESETS}
+    layer_by_layer = ("cp_custom", "tp_custom", "fsdp_tp_custom", "pp_custom")
+    refused = {(case, name) for case in ("conv_net", "lstm", "gan") for name in layer_by_layer}
+    refused |= {("encoder_decoder", "pp_custom")} | {(case, name) for case in REFUSED_CASES for name in PRESETS}
     assert {key for key, cell in CELLS.items() if cell != "runs"} == refused
