@@ -64,6 +64,7 @@ class Matrix:
 
 MATRICES = (
     Matrix("support_matrix", row="module", rows="modules", page="support_matrix.md"),
+    Matrix("product_matrix", row="module", rows="modules", page="support_matrix.md"),
     Matrix("policy_matrix", row="policy", rows="policies", page="policies.md"),
 )
 
