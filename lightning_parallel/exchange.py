@@ -1,8 +1,8 @@
 """Collectives with a backward, over ranks that share a sequence. Layer 1.
 
-A whole tensor is equal on all of them; a part is one rank's own. Gradients of parts are those of this rank's part of
-the loss times the number of ranks, because what is averaged over the ranks afterwards is the sum of the parts there,
-and the whole, equal on all, outside.
+A whole tensor is equal on all of them; a part is one rank's own. Gradients are averaged over the ranks afterwards: that
+is the sum over the parts inside, and the whole, equal on all, outside. So gradients of parts are those of this rank's
+part of the loss times the number of ranks. (`PartOfWhole` and `Rejoin` have gradients of the loss itself.)
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from typing_extensions import override
 
 from lightning_parallel import _torch
 
@@ -38,28 +39,48 @@ def exchange(states: Tensor, scatter: int, gather: int, group: ProcessGroup) -> 
     return result
 
 
-class _Split(torch.autograd.Function):
+class PartOfWhole(torch.autograd.Function):
+    """This rank's part of a tensor that is equal on all. Backward is an all-gather."""
+
     @staticmethod
+    @override
     def forward(context: Any, whole: Tensor, dim: int, local: int, group: ProcessGroup) -> Tensor:
         context.dim, context.length, context.group = dim, whole.shape[dim], group
         return part_of(whole, dim, local, group)
 
     @staticmethod
+    @override
     def backward(context: Any, *gradients: Any) -> Any:
-        whole = gathered(gradients[0], context.dim, context.length, context.group)
-        return whole / context.group.size(), None, None, None
+        return gathered(gradients[0], context.dim, context.length, context.group), None, None, None
 
 
-class _Gather(torch.autograd.Function):
+class Rejoin(torch.autograd.Function):
+    """The parts of all ranks as one tensor, with which all go on alike. An all-gather; backward is local."""
+
     @staticmethod
+    @override
     def forward(context: Any, part: Tensor, dim: int, length: int, group: ProcessGroup) -> Tensor:
         context.dim, context.local, context.group = dim, part.shape[dim], group
         return gathered(part, dim, length, group)
 
     @staticmethod
+    @override
     def backward(context: Any, *gradients: Any) -> Any:
-        part = part_of(gradients[0], context.dim, context.local, context.group)
-        return part * context.group.size(), None, None, None
+        return part_of(gradients[0], context.dim, context.local, context.group), None, None, None
+
+
+class _Split(PartOfWhole):
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        whole, *others = PartOfWhole.backward(context, *gradients)
+        return whole / context.group.size(), *others
+
+
+class _Gather(Rejoin):
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        part, *others = Rejoin.backward(context, *gradients)
+        return part * context.group.size(), *others
 
 
 class _Exchange(torch.autograd.Function):

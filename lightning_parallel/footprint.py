@@ -74,9 +74,8 @@ class Footprint:
         module: The whole module, before anything is applied to it.
 
     Example:
-        >>> footprint = Footprint(module)
-        >>> ...  # apply techniques
-        >>> footprint.close()
+        >>> with Footprint(module) as footprint:
+        ...     ...  # apply techniques
         >>> ...  # train
         >>> footprint.restore(gather)
     """
@@ -85,7 +84,10 @@ class Footprint:
         self._befores = {submodule: _Before.take(submodule) for submodule in module.modules()}
         self._strides = {p: p.stride() for before in self._befores.values() for p in before.parameters.values()}
 
-    def close(self) -> None:
+    def __enter__(self) -> Footprint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """Note what was changed; from here on, changes are the user's. Frees the memory of replaced parameters."""
         for module, before in self._befores.items():
             before.keep_difference(module)

@@ -89,8 +89,9 @@ class Ghost(Tensor):
             raise GhostReadError([_written(sources)])
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
+        compute = _grouped_product if name == "_grouped_mm" else func
         try:
-            result = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
+            result = compute(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
         except (RuntimeError, NotImplementedError) as error:
             raise GhostReadError([_unknown(name, sources, error)]) from error
         own = {id(ghost.meta): ghost for ghost in ghosts}
@@ -156,6 +157,13 @@ def _to_meta(value: Any) -> Any:
     if isinstance(value, Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return value
+
+
+def _grouped_product(rows: Tensor, matrices: Tensor, *others: Any, **options: Any) -> Tensor:
+    """Rows in groups, each times its own matrix; torch has a shape of it for bfloat16 alone."""
+    if rows.ndim != 2 or matrices.ndim != 3:
+        raise NotImplementedError(f"of {rows.ndim} and {matrices.ndim} dimensions")
+    return rows.new_empty(rows.shape[0], matrices.shape[2], dtype=options.get("out_dtype"))
 
 
 def _unknown(name: str, sources: frozenset[str], error: Exception) -> str:

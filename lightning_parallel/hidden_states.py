@@ -41,12 +41,23 @@ class Lengths:
         self.whole = {}
 
 
-def take_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    """What runs through the stack, and the other arguments: the first argument, by position or by name."""
+def hidden_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What runs through the stack: a layer's first argument, by position, or the first tensor by name; else `None`."""
+    return args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
+
+
+def with_hidden(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """The arguments of a layer with `hidden` in the place of what runs through the stack."""
     if args:
-        return args[0], args[1:], kwargs
+        return (hidden, *args[1:]), kwargs
     name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
-    return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
+    return args, {**kwargs, name: hidden}
+
+
+def take_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    """What runs through the stack, and the other arguments."""
+    hidden: Tensor = hidden_in(args, kwargs)
+    return hidden, args[1:], kwargs if args else {key: value for key, value in kwargs.items() if value is not hidden}
 
 
 @contextlib.contextmanager

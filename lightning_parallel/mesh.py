@@ -21,7 +21,7 @@ AXES = {
     "context": "context_parallel",
     "tensor": "tensor_parallel",
 }
-"""Degree -> axis name in Lightning's spelling, outermost first: neighbours on the last axis are on one machine."""
+"""Degree -> axis name in Lightning's spelling, outermost first, where no other degree is to be the innermost."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,18 @@ class Mesh:
         return self.data.get_local_rank()
 
 
-def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
+def build_mesh(degrees: Degrees, device_type: str, *, innermost: str = "tensor") -> Mesh:
     """Build the mesh of resolved `degrees` on ``"cpu"`` or ``"cuda"``. A collective; needs the process group.
+
+    Args:
+        degrees: Of each axis.
+        device_type: Of the ranks' devices.
+        innermost: The degree whose ranks are neighbours, and so on one machine as far as they fit there.
 
     Example:
         >>> mesh = build_mesh(Degrees().resolve(world_size=4), "cpu")
     """
-    sizes = {AXES[name]: getattr(degrees, name) for name in AXES}
+    sizes = {AXES[name]: getattr(degrees, name) for name in sorted(AXES, key=lambda name: name == innermost)}
     # The shard axis always exists, so that every model is sharded in the same way; other axes of one rank do not.
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == AXES["shard"]}
     if degrees.replicate == 1:
@@ -91,7 +96,7 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     assert isinstance(world, ProcessGroup)
     if degrees.pipeline == 1:
         return Mesh(degrees, devices, data, sharding, gradients, world, world)
-    stages = devices.mesh.flatten(1)  # the pipeline is the outermost axis: a row for each of its ranks
+    stages = devices.mesh.movedim(list(sizes).index(AXES["pipeline"]), 0).flatten(1)  # a row for each of its ranks
     stage, pipeline = _host_group(stages.tolist()), _host_group(stages.t().tolist())
     return Mesh(degrees, devices, data, sharding, gradients, world, stage, pipeline)
 

@@ -6,31 +6,31 @@ part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.whole import whole
-from lightning_parallel.degrees import Degrees
 from lightning_parallel.errors import ConfigurationError, check
+from lightning_parallel.fitting import stack_violations
 from lightning_parallel.footprint import Footprint
 from lightning_parallel.hidden_states import Lengths
 from lightning_parallel.init_record import InitRecord
-from lightning_parallel.layers import Anatomy, find_layers, layers_violations
+from lightning_parallel.layers import Anatomy, find_layers
 from lightning_parallel.mesh import Mesh
+from lightning_parallel.policies import LayerPolicies, Policies
 from lightning_parallel.precision import DtypePolicy
 from lightning_parallel.stages import holding_of
 from lightning_parallel.techniques.buffers import apply_buffer_dtype
 from lightning_parallel.techniques.compiling import apply_compile
 from lightning_parallel.techniques.context import apply_context
-from lightning_parallel.techniques.float8 import apply_float8, unfitting_violations
+from lightning_parallel.techniques.float8 import apply_float8
 from lightning_parallel.techniques.offload import build_offload_policy
-from lightning_parallel.techniques.pipeline.cut import CutStack, cut_stack, cut_violations
+from lightning_parallel.techniques.pipeline.cut import CutStack, cut_stack
 from lightning_parallel.techniques.pipeline.placement import Positions
-from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
-from lightning_parallel.techniques.recompute import apply_recompute, parse_recompute, statistics_violations
+from lightning_parallel.techniques.recompute import apply_recompute, parse_recompute
 from lightning_parallel.techniques.replicate import synchronize_module
 from lightning_parallel.techniques.sharding import (
     ShardingPlan,
@@ -38,6 +38,7 @@ from lightning_parallel.techniques.sharding import (
     finish_sharding,
     gather_in_method,
     gather_in_steps,
+    keep_whole,
     plan_sharding,
     reshard_units,
     unreduced_parameters,
@@ -45,59 +46,6 @@ from lightning_parallel.techniques.sharding import (
 from lightning_parallel.techniques.tensor import apply_tensor
 from lightning_parallel.techniques.vocabulary import apply_vocabulary, keep_split
 from lightning_parallel.tensor_plan import plan_tensor
-from lightning_parallel.tensor_plan import statistics_violations as statistics_violations_of_plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerPolicies:
-    """What is done to each layer of the stacks, under every strategy.
-
-    Args:
-        layers: Paths of the layer stacks, where the search should not decide.
-        float8: Recipe of the linear maps, such as ``"tensorwise"``.
-        recompute: Which activations are computed again in backward.
-        compile: ``"none"`` or ``"layers"``.
-    """
-
-    layers: str | Sequence[str] | None = None
-    float8: str | None = None
-    recompute: str = "none"
-    compile: str = "none"
-
-    @property
-    def are_on(self) -> dict[str, str]:
-        """The policies that need a stack, by name."""
-        chosen = {"float8": self.float8, "recompute": self.recompute, "compile": self.compile}
-        return {name: value for name, value in chosen.items() if value not in (None, "none")}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policies:
-    """The rules by which a module is made parallel; none of them knows the module.
-
-    Args:
-        layer: What is done to each layer.
-        step_methods: Methods that are called in place of the module's `forward`.
-        forward_methods: Further methods, by dotted path, in which parameters are to be gathered.
-        backward_in_step: Whether backward runs inside the step (manual optimization).
-        reshard: When gathered parameters are freed: ``"always"``, ``"never"``, or over how many ranks they stay.
-        offload: ``"none"``, ``"optimizer"`` or ``"all"``.
-        dtypes: Dtypes of gathering and reducing.
-        tensor_plan: Role of each linear map under tensor parallel, where the package should not decide.
-        sequence: Whether ranks that share a matrix product also split the sequence between branches.
-        pipeline: How a stack is cut into stages, where it is.
-    """
-
-    layer: LayerPolicies = field(default_factory=LayerPolicies)
-    step_methods: Sequence[str] = ()
-    forward_methods: Sequence[str] = ()
-    backward_in_step: bool = False
-    reshard: str | int = "always"
-    offload: str = "none"
-    dtypes: DtypePolicy = field(default_factory=DtypePolicy)
-    tensor_plan: Mapping[str, str] | None = None
-    sequence: bool = False
-    pipeline: PipelinePolicy = field(default_factory=PipelinePolicy)
 
 
 @dataclass(frozen=True)
@@ -202,35 +150,64 @@ def parallelize(
     """
     check(stack_violations(module, policies, mesh.degrees))
     anatomy = find_layers(module, policies.layer.layers)
-    pipeline = Footprint(module)
-    groups = {"group": mesh.pipeline_group, "host_group": mesh.pipeline_host_group}
-    cut = cut_stack(module, anatomy, policies.pipeline, **groups, positions=positions)
+    with Footprint(module) as pipeline:
+        groups = {"group": mesh.pipeline_group, "host_group": mesh.pipeline_host_group}
+        cut = cut_stack(module, anatomy, policies.pipeline, **groups, positions=positions)
     anatomy = anatomy if cut is None else cut.local(anatomy)
-    pipeline.close()
     stacks = [[(path, module.get_submodule(path)) for path in stack.layers] for stack in anatomy.stacks]
-    lengths: list[Lengths] = []
-    tensor = Footprint(module)
-    synchronize_module(module, device)
-    if cut is not None:
-        cut.release(module, device)
-    if mesh.tensor is not None:
-        tensor_plan = plan_tensor(module, anatomy, policies.tensor_plan, degree=mesh.tensor.size())
-        lengths += apply_tensor(
-            stacks, tensor_plan, mesh.tensor, peers=mesh.stage_host_group, sequence=policies.sequence
-        )
-        if tensor_plan.tables:
-            apply_vocabulary({path: module.get_submodule(path) for path in tensor_plan.tables}, mesh.tensor)
-            keep_split(module, ("forward", *policies.step_methods), mesh.tensor)
-    tensor.close()
-    context = Footprint(module)
-    if mesh.context_group is not None:
-        lengths += apply_context(stacks, mesh.context_group)
-    context.close()
+    with Footprint(module) as tensor:
+        synchronize_module(module, device)
+        if cut is not None:
+            cut.release(module, device)
+        lengths = _split(module, anatomy, stacks, mesh, policies) if mesh.tensor is not None else []
+    with Footprint(module) as context:
+        if mesh.context_group is not None:
+            lengths += apply_context(stacks, mesh.context_group)
     layers = transform_layers(module, anatomy, policies.layer, buffers=policies.dtypes.buffers)
-    sharding = Footprint(module)
-    plan = plan_sharding(
-        module, anatomy.units, root_is_unit=not policies.backward_in_step, casts=policies.dtypes.param is not None
-    )
+    with Footprint(module) as sharding:
+        plan = _shard(module, anatomy, mesh, device, policies, init)
+        if cut is None:
+            gather_in_steps(module, plan, policies.step_methods)
+        for method in policies.forward_methods:
+            gather_in_method(module, plan, method)
+        if cut is not None:
+            cut.mark(module)
+    _audit(module, plan, mesh)
+    footprints = (pipeline, tensor, context, layers, sharding)
+    result = Parallelized(mesh, plan, policies, footprints, tuple(lengths), cut)
+    for own, current in result.replaced().items():
+        current.__dict__.update(vars(own))  # marks that code reads, such as `parameter.no_weight_decay`
+    module.__dict__[_KEY] = result
+    return result
+
+
+def _split(
+    module: nn.Module,
+    anatomy: Anatomy,
+    stacks: Sequence[Sequence[tuple[str, nn.Module]]],
+    mesh: Mesh,
+    policies: Policies,
+) -> list[Lengths]:
+    """Tensor parallel: the layers, and what is split by tokens outside of them."""
+    assert mesh.tensor is not None
+    plan = plan_tensor(module, anatomy, policies.tensor_plan, degree=mesh.tensor.size())
+    lengths = apply_tensor(stacks, plan, mesh.tensor, peers=mesh.stage_host_group, sequence=policies.sequence)
+    if plan.tables:
+        apply_vocabulary({path: module.get_submodule(path) for path in plan.tables}, mesh.tensor)
+        keep_split(module, ("forward", *policies.step_methods), mesh.tensor)
+    return lengths
+
+
+def _shard(
+    module: nn.Module,
+    anatomy: Anatomy,
+    mesh: Mesh,
+    device: torch.device,
+    policies: Policies,
+    init: InitRecord | None,
+) -> ShardingPlan:
+    """FSDP2 around what the techniques before have left, and the tensors that are still to be made."""
+    plan = _plan_sharding(module, anatomy, mesh, policies)
     apply_sharding(
         module,
         plan,
@@ -241,23 +218,18 @@ def parallelize(
         device=device,
     )
     if init is not None:
-        shards_on = torch.device("cpu") if policies.offload == "all" else device
-        init.materialize(module, device, shards_on=shards_on)
+        init.materialize(module, device, shards_on=torch.device("cpu") if policies.offload == "all" else device)
     finish_sharding(module, plan)
-    if cut is None:
-        gather_in_steps(module, plan, policies.step_methods)
-    for method in policies.forward_methods:
-        gather_in_method(module, plan, method)
-    if cut is not None:
-        cut.mark(module)
-    sharding.close()
-    _audit(module, plan, mesh)
-    footprints = (pipeline, tensor, context, layers, sharding)
-    result = Parallelized(mesh, plan, policies, footprints, tuple(lengths), cut)
-    for own, current in result.replaced().items():
-        current.__dict__.update(vars(own))  # marks that code reads, such as `parameter.no_weight_decay`
-    module.__dict__[_KEY] = result
-    return result
+    return plan
+
+
+def _plan_sharding(module: nn.Module, anatomy: Anatomy, mesh: Mesh, policies: Policies) -> ShardingPlan:
+    dtypes = policies.dtypes
+    if mesh.sharding.size() == 1 and dtypes.fsdp == DtypePolicy().fsdp and policies.offload != "all":
+        return keep_whole(module)  # FSDP2 would copy every parameter for each forward and backward, to no end
+    return plan_sharding(
+        module, anatomy.units, root_is_unit=not policies.backward_in_step, casts=dtypes.param is not None
+    )
 
 
 def transform_layers(
@@ -276,60 +248,17 @@ def transform_layers(
         buffers: Dtype of floating-point buffers in forward, of all submodules.
 
     """
-    footprint = Footprint(module)
     layers = [module.get_submodule(path) for path in anatomy.layers]
     recompute = parse_recompute(policies.recompute)
     assert recompute is not None
-    if policies.float8 not in (None, "none"):
-        apply_float8(layers, str(policies.float8))
-    apply_buffer_dtype(module, buffers)
-    apply_recompute(layers, recompute)
-    if policies.compile == "layers":
-        apply_compile(layers, budget=recompute.budget)
-    footprint.close()
+    with Footprint(module) as footprint:
+        if policies.float8 not in (None, "none"):
+            apply_float8(layers, str(policies.float8))
+        apply_buffer_dtype(module, buffers)
+        apply_recompute(layers, recompute)
+        if policies.compile == "layers":
+            apply_compile(layers, budget=recompute.budget)
     return footprint
-
-
-def stack_violations(module: nn.Module, all_policies: Policies, degrees: Degrees | None = None) -> list[str]:
-    """Why the policies, and the degrees that cut layers, cannot be applied to `module`; empty if they can."""
-    policies = all_policies.layer
-    cutting = {n: int(d) for n in ("context", "tensor", "pipeline") if (d := getattr(degrees, n, 1)) != 1}
-    needs_stack: dict[str, object] = {**policies.are_on, **cutting}
-    if not needs_stack or layers_violations(module, policies.layers):
-        return []
-    anatomy = find_layers(module, policies.layers)
-    layers = [module.get_submodule(path) for path in anatomy.layers]
-    if layers:
-        compiles = policies.compile == "layers"
-        return [
-            *_cutting_violations(module, anatomy, all_policies, cutting),
-            *unfitting_violations(layers, policies.float8),
-            *statistics_violations(layers, policies.recompute, compiles=compiles),
-        ]
-    chosen = ", ".join(f"{name}={value!r}" for name, value in needs_stack.items())
-    return [
-        f"{chosen} works layer by layer, and {type(module).__name__} has no stack of repeated layers; name one "
-        "with layers='path.to.the.list' (a ModuleList or Sequential), or leave it out"
-    ]
-
-
-def _cutting_violations(module: nn.Module, anatomy: Anatomy, policies: Policies, cutting: dict[str, int]) -> list[str]:
-    """Why the layers cannot be shared by so many ranks."""
-    found = []
-    if "tensor" in cutting:
-        plan = plan_tensor(module, anatomy, policies.tensor_plan, degree=cutting["tensor"])
-        found += [*plan.violations, *statistics_violations_of_plan(module, plan, anatomy.layers)]
-    if "pipeline" in cutting:
-        found += cut_violations(module, anatomy, policies.pipeline, cutting["pipeline"])
-    if len(anatomy.layers) != len({module.get_submodule(path) for path in anatomy.layers}):
-        found += [_REPEATED] if "context" in cutting or policies.sequence else []
-    return found
-
-
-_REPEATED = (
-    "a layer stands at several places of a stack, so it is not known where sequences are split and joined again; give "
-    "context=1 and sequence=False"
-)
 
 
 def _audit(module: nn.Module, plan: ShardingPlan, mesh: Mesh) -> None:

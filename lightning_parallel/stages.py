@@ -157,6 +157,12 @@ def mark(module: nn.Module, holdings: Mapping[str, Holding]) -> None:
     module.__dict__[_HOLDINGS] = dict(holdings)
 
 
+def unmark(module: nn.Module) -> None:
+    """Take the notes off the parameters of a `module` that every rank has whole again."""
+    for parameter in module.parameters():
+        vars(parameter).pop(_HOLDING, None)
+
+
 def holding_of(parameter: Tensor) -> Holding | None:
     """Which ranks of a pipeline hold `parameter`; ``None`` without a pipeline."""
     return getattr(parameter, _HOLDING, None)

@@ -67,7 +67,8 @@ class Steps:
         self._policies = policies
         self._lengths = parallelized.lengths
         self._is_manual = not getattr(module, "automatic_optimization", True)
-        self._averaged = parallelized.averaged_parameters(module)
+        is_shared = self._mesh.gradient_group.size() > 1
+        self._averaged = parallelized.averaged_parameters(module) if is_shared else []
         self._has_buffers = next(module.buffers(), None) is not None
         units = parallelized.units(module)
         # Zeros in the place of missing gradients are taken away after backward, when these would be used up.
@@ -79,6 +80,7 @@ class Steps:
             device=device,
             ranks_on_device=ranks_on_device,
             is_manual=self._is_manual,
+            is_hybrid=self._mesh.sharding.ndim > 1,
             group=stage,
             tell=tell,
         )
@@ -89,7 +91,7 @@ class Steps:
         if self._policies.offloads_optimizer:
             self._on_optimizers += [OffloadedState(optimizer) for optimizer in optimizers]
         if self._policies.updates_in_backward:
-            self._on_optimizers += [UpdateInBackward(optimizer) for optimizer in optimizers]
+            self._on_optimizers += [UpdateInBackward(optimizer, self._averaged) for optimizer in optimizers]
 
     def state_was_loaded(self) -> None:
         """Bring what a checkpoint put on the device to where it waits."""
@@ -130,6 +132,7 @@ class Steps:
     def before_backward(self, loss: Tensor) -> None:
         """Let whole parameters be averaged when backward through `loss` ends, once a window."""
         self._unused.watch()  # under manual optimization, the step has not ended yet
+        self._reduction.before_backward()
         if self._averaged and loss.requires_grad and not self._reduction.is_held:
             _torch.after_backward(loss, self._average)
 
@@ -163,6 +166,7 @@ class PipelinedSteps(Steps):
     def before_microbatch_backward(self) -> None:
         """Call it before the backward of each microbatch."""
         self._unused.watch()
+        self._reduction.before_backward()
         self._reduction.hold_microbatches()
 
     def after_microbatches(self) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_parallel import _torch
-from lightning_parallel.exchange import gathered, part_of, scattered
+from lightning_parallel.exchange import PartOfWhole, Rejoin, gathered, scattered
 
 
 @_torch.not_compiled
@@ -35,18 +35,14 @@ def leave(summand: Tensor, group: ProcessGroup) -> Tensor:
     return whole
 
 
-@_torch.not_compiled
 def chunk(whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """This rank's of equal parts of `whole`. Backward is an all-gather."""
-    part: Tensor = _Chunk.apply(whole, dim, group)
-    return part
+    return part_of_whole(whole, dim, whole.shape[dim] // group.size(), group)
 
 
-@_torch.not_compiled
 def collect(part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Equal parts of all ranks as one tensor, with which each goes on in its own way: backward is a reduce-scatter."""
-    whole: Tensor = _Collect.apply(part, dim, group)
-    return whole
+    return whole_of_parts(part, dim, part.shape[dim] * group.size(), group)
 
 
 @_torch.not_compiled
@@ -59,14 +55,14 @@ def contiguous_backward(part: Tensor) -> Tensor:
 @_torch.not_compiled
 def part_of_whole(whole: Tensor, dim: int, local: int, group: ProcessGroup) -> Tensor:
     """This rank's part of `whole`, `local` entries, padded with zeros. Backward is an all-gather."""
-    part: Tensor = _PartOfWhole.apply(whole, dim, local, group)
+    part: Tensor = PartOfWhole.apply(whole, dim, local, group)
     return part
 
 
 @_torch.not_compiled
 def rejoin(part: Tensor, dim: int, length: int, group: ProcessGroup) -> Tensor:
     """The parts of all ranks as one tensor without padding, with which all go on alike. An all-gather."""
-    whole: Tensor = _Rejoin.apply(part, dim, length, group)
+    whole: Tensor = Rejoin.apply(part, dim, length, group)
     return whole
 
 
@@ -181,51 +177,7 @@ class _Leave(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Chunk(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, whole: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        context.dim, context.length, context.group = dim, whole.shape[dim], group
-        return whole.chunk(group.size(), dim)[group.rank()].contiguous()
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        return gathered(gradients[0], context.dim, context.length, context.group), None, None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, part: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        context.dim, context.local, context.group = dim, part.shape[dim], group
-        return gathered(part, dim, part.shape[dim] * group.size(), group)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        return scattered(gradients[0], context.dim, context.local, context.group), None, None
-
-
-class _PartOfWhole(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, whole: Tensor, dim: int, local: int, group: ProcessGroup) -> Tensor:
-        context.dim, context.length, context.group = dim, whole.shape[dim], group
-        return part_of(whole, dim, local, group)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        return gathered(gradients[0], context.dim, context.length, context.group), None, None, None
-
-
-class _Rejoin(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, part: Tensor, dim: int, length: int, group: ProcessGroup) -> Tensor:
-        context.dim, context.local, context.group = dim, part.shape[dim], group
-        return gathered(part, dim, length, group)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        return part_of(gradients[0], context.dim, context.local, context.group), None, None, None
-
-
-class _WholeOfParts(_Rejoin):
+class _WholeOfParts(Rejoin):
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
         return scattered(gradients[0], context.dim, context.local, context.group), None, None, None

@@ -50,12 +50,6 @@ class TensorPlan:
         """The part of the plan in the layer at `path`, by path in that layer."""
         return {name.removeprefix(f"{path}."): role for name, role in self.roles.items() if name.startswith(f"{path}.")}
 
-    def explain(self) -> str:
-        """A text for people: each kind of placement once."""
-        lines = [f"tensor parallel, by {self.source}"]
-        lines += [f"  {name}: {role}" for name, role in self.roles.items()]
-        return "\n".join(lines)
-
 
 def plan_tensor(
     module: nn.Module, anatomy: Anatomy, given: Mapping[str, str] | None, *, degree: int | str
@@ -179,7 +173,9 @@ def _shape(linear: nn.Module) -> tuple[int, ...]:
 
 def _checked(plan: TensorPlan, maps: Mapping[str, nn.Module], heads: _Heads, size: int) -> TensorPlan:
     """The plan without what is whole after all, and with what does not divide."""
-    violations = list(dict.fromkeys([*plan.violations, *heads.violations]))
+    told = " ".join(plan.violations)  # what flows has shown the same heads, perhaps
+    declared = [violation for violation in heads.violations if violation.partition(": ")[2] not in told]
+    violations = list(dict.fromkeys([*plan.violations, *declared]))
     shared = _shared_otherwise(maps, plan.roles)
     roles = {path: role for path, role in plan.roles.items() if path not in heads.whole and path not in shared}
     odd = [path for path, role in roles.items() if role != "heads" and _split_size(maps[path], role) % size]
@@ -197,7 +193,7 @@ def _checked(plan: TensorPlan, maps: Mapping[str, nn.Module], heads: _Heads, siz
     return TensorPlan(roles, plan.source, violations)
 
 
-def statistics_violations(module: nn.Module, plan: TensorPlan, layers: Sequence[str]) -> list[str]:
+def split_statistics_violations(module: nn.Module, plan: TensorPlan, layers: Sequence[str]) -> list[str]:
     """Which modules of split layers keep running statistics: each rank would see those of its own features."""
     found = [
         f"{layer}.{path}"

@@ -16,8 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-DEADLINE = 60.0
-"""Seconds that a job may take; a rank that is not done by then is reported with its stack."""
+DEADLINE = 120.0
+"""Seconds that a job may take; a rank that is not done by then is reported with its stack. Jobs take a few seconds."""
+STARTING = 300.0
+"""Seconds within which ranks have to be there: all of them import torch side by side, on two cores."""
 
 
 class RankError(AssertionError):
@@ -49,6 +51,7 @@ class RankPool:
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
+        self.run(os.getpid, deadline=STARTING)
 
     def run(self, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE, **kwargs: Any) -> list[Any]:
         """``function(*args, **kwargs)`` on every rank; returns the results in order of rank.

@@ -51,6 +51,22 @@ def test_a_plan_of_the_model() -> None:
              "blocks.[0]: no branch is closed", "blocks.[1, 2]: not split"],
         ),
         ("hard", "fsdp_custom", ["tensor=1: no linear map is split"]),
+        (
+            "hard", "pp_custom",
+            ["2 ranks = replicate 1 x shard 1 x context 1 x tensor 1 x pipeline 2; all read the same samples",
+             "pipeline over 2 ranks, schedule 1f1b, microbatches auto",
+             "stage 0 on rank 0 of the pipeline: blocks.0 to blocks.1, 7,072 parameters",
+             "stage 1 on rank 1 of the pipeline: blocks.2 to blocks.2, 3,824 parameters"],
+        ),
+        (
+            "hard", "pp_custom:stages=[1,3]",
+            ["pipeline=2 is refused",
+             "stages=[1, 3] are 4 layers, but blocks has 3; give 2 numbers with sum 3, or 'auto'"],
+        ),
+        (
+            "hard", "cp_custom",
+            ["sequences split over 2 ranks in blocks: an attention is four all-to-alls forward, four backward"],
+        ),
         ("hard", "ddp_custom", ["DDPStrategy on 2 ranks: it has no degrees, and splits no layer"]),
         (
             "hard", "tp_custom:tensor_plan={upp: colwise}",

@@ -17,6 +17,8 @@ LAYERS = (
     ("tensor_borders",),
     ("head_split",),
     ("techniques", "checkpoint", "data"),
+    ("policies",),
+    ("fitting",),
     ("parallelize",),
     ("steps",),
     ("strategies", "callbacks"),

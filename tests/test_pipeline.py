@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -23,12 +25,14 @@ from lightning_parallel.ghosts import is_ghost
 from lightning_parallel.stages import balanced
 from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch, merge_outputs
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
+from lightning_parallel.techniques.sharding import is_sharded
 from tests.cases import CASES, GPT, ByteGPT, Case, data_of, next_token_loss
 from tests.collectives import Collectives
 from tests.jobs import marks
 from tests.parity import GLOBAL_BATCH, TOLERANCE, Outcome, Recorder, is_moving, make_trainer, worst
 from tests.test_context import MODULES as OF_CONTEXT
 from tests.test_context import batches
+from tests.test_tensor import Mixtral
 
 
 class Deep(ByteGPT):
@@ -126,6 +130,7 @@ MODULES: dict[str, type[Case]] = {
     "reads_values": ReadsValues,
     "first_frozen": FirstFrozen,
     "returns_tuples": ReturnsTuples,
+    "mixtral": Mixtral,
 }
 _references: dict[Any, Outcome] = {}
 
@@ -167,6 +172,27 @@ SCHEDULED = [
     "fsdp_custom:pipeline=2,schedule=zbv",
     "fsdp_custom:pipeline=2,stages=[1,3],recompute=full,schedule=gpipe",
 ]
+
+
+def on_two_machines(case: str) -> tuple[list[int], Outcome]:
+    """The ranks of this stack, where the first two ranks are one machine and the others another."""
+    rank = dist.get_rank()
+    strategies: list[Any] = []
+
+    def keep(text: str) -> Any:
+        strategies.append(build_strategy(text))
+        return strategies[-1]
+
+    places = {"NODE_RANK": str(rank // 2), "LOCAL_RANK": str(rank % 2)}
+    with mock.patch.dict(os.environ, places), mock.patch("tests.test_pipeline.build_strategy", keep):
+        outcome = train(case, "pp_custom", 2, 2, num_nodes=2)
+    return dist.get_process_group_ranks(strategies[0].mesh.pipeline_group), outcome
+
+
+def test_stages_of_a_stack_are_on_one_machine(ranks: Any) -> None:
+    found = ranks(4).run(on_two_machines, "deep_tied")
+    assert [stack for stack, _ in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert worst(found[0][1], reference("deep_tied")) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -422,9 +448,9 @@ def held(strategy: str, num_ranks: int, case: str) -> tuple[int, int, list[str]]
                     with pytest.raises(RuntimeError):
                         parameter.untyped_storage().data_ptr()
             states = trainer.optimizers[0].state.values()
-            state = sum(value.to_local().numel() for s in states for value in s.values() if isinstance(value, DTensor))
+            state = sum(value.numel() for each in states for name, value in each.items() if name != "step")
             layers = sorted({name.split(".")[2] for name in local if ".blocks." in name})
-            found[:] = [sum(p.numel() for p in local.values()), state, layers]
+            found[:] = [sum(p.numel() for p in local.values()), state, layers, is_sharded(module)]
 
     module = MODULES[case]("adamw") if case != "configured" else DeepConfigured()
     trainer = make_trainer(build_strategy(strategy), num_ranks, callbacks=[Count()])
@@ -444,13 +470,14 @@ class DeepConfigured(Deep):
 
 @pytest.mark.parametrize("case", ["deep", "configured"])
 def test_a_stage_holds_only_its_layers(ranks: Any, case: str) -> None:
+    """And nobody gathers what no other rank has."""
     model = GPT(depth=4)
     layer = sum(p.numel() for p in model.blocks[0].parameters())
     before = model.tokens.weight.numel() + model.positions.weight.numel()
     after = sum(p.numel() for p in (*model.norm.parameters(), *model.head.parameters()))
     first, last = ranks(2).run(held, "pp_custom", 2, case)
-    assert first == (before + 2 * layer, 2 * (before + 2 * layer), ["0", "1"])
-    assert last == (after + 2 * layer, 2 * (after + 2 * layer), ["2", "3"])
+    assert first == (before + 2 * layer, 2 * (before + 2 * layer), ["0", "1"], False)
+    assert last == (after + 2 * layer, 2 * (after + 2 * layer), ["2", "3"], False)
 
 
 def sent(strategy: str, num_readers: int) -> dict[str, int]:

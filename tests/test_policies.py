@@ -32,6 +32,7 @@ from tests.cases import CASES, GPT, LENGTH, VOCABULARY, Block, ByteGPT, Case, lo
 from tests.collectives import collectives_of_a_window
 from tests.jobs import fit_twice, loader, trainer_for
 from tests.parity import TOLERANCE, Outcome, Recorder, difference, is_moving, make_trainer, train, worst
+from tests.ranks import RankError
 
 MATRIX = json.loads((Path(__file__).parent / "policy_matrix.json").read_text())
 BF16 = 2e-2
@@ -314,7 +315,11 @@ class LateLayer(ByteGPT):
 FOUND: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     "alternating": (Alternating, {}, ("ddp_custom:find_unused_parameters=true", "fsdp_custom", "zero2_custom")),
     "accumulating_gan": (AccumulatingGAN, {}, ("ddp_custom", "fsdp_custom", "zero2_custom", "hsdp_custom")),
-    "frozen": (FrozenInTheMiddle, {"accumulate_grad_batches": 2}, ("ddp_custom", "zero1_custom", "fsdp_custom")),
+    "frozen": (
+        FrozenInTheMiddle,
+        {"accumulate_grad_batches": 2},
+        ("ddp_custom", "zero1_custom", "fsdp_custom", "hsdp_custom:accumulation_sync=last"),
+    ),
 }
 
 
@@ -328,8 +333,14 @@ def fit_found(name: str, strategy: str, num_ranks: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "strategy"), [(name, each) for name in FOUND for each in FOUND[name][2]])
 def test_windows_of_unusual_steps(ranks: Any, name: str, strategy: str) -> None:
-    size = 4 if strategy == "hsdp_custom" else 2
+    size = 4 if strategy.startswith("hsdp_custom") else 2
     assert difference(ranks(size).run(fit_found, name, strategy, size)[0], fit_found(name, "auto", 1)) < TOLERANCE
+
+
+@pytest.mark.parametrize("mode", ["auto", "every"])
+def test_freezing_in_the_middle_of_a_hybrid_window_is_refused(ranks: Any, mode: str) -> None:
+    with pytest.raises(RankError, match="frozen or thawed between two microsteps"):
+        ranks(4).run(fit_found, "frozen", f"hsdp_custom:accumulation_sync={mode}", 4)
 
 
 def late_layer(strategy: str, num_ranks: int) -> list[float]:

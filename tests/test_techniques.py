@@ -237,11 +237,10 @@ def test_collectives_of_a_step(
 def test_what_the_user_changed_meanwhile_stays() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     weight = module[0].weight
-    footprint = Footprint(module)
-    module[0].weight = nn.Parameter(torch.ones(2, 2))
-    module[0].ours = True
-    handle = module[0].register_forward_hook(lambda *args: None)
-    footprint.close()
+    with Footprint(module) as footprint:
+        module[0].weight = nn.Parameter(torch.ones(2, 2))
+        module[0].ours = True
+        handle = module[0].register_forward_hook(lambda *args: None)
     assert weight.numel() == 0
     module[0].theirs = True
     module[0].register_forward_hook(lambda *args: None)
@@ -258,9 +257,8 @@ def test_memory_format_comes_back() -> None:
     convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     weight = convolution.weight
     value, stride = weight.detach().clone(), weight.stride()
-    footprint = Footprint(convolution)
-    convolution.weight = nn.Parameter(weight.detach().contiguous())
-    footprint.close()
+    with Footprint(convolution) as footprint:
+        convolution.weight = nn.Parameter(weight.detach().contiguous())
     footprint.restore(lambda tensor: tensor.detach().contiguous())
     assert weight.stride() == stride
     assert torch.equal(weight, value)

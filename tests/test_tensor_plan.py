@@ -321,10 +321,3 @@ def test_a_layer_that_cannot_be_run() -> None:
     violations = plan(Needs).violations
     assert violations[0].startswith("layers.0 (Needs) could not be run on hidden states alone")
     assert len(violations) == 1
-
-
-def test_in_words() -> None:
-    assert plan(Gated).explain().splitlines()[:2] == [
-        "tensor parallel, by what flows from map to map in a layer",
-        "  layers.0.gate: colwise",
-    ]

@@ -129,7 +129,13 @@ def make_optimizer_whole(optimizer: Optimizer, own: Mapping[Tensor, Tensor]) -> 
         optimizer: Changed in place: the object, its groups and its schedulers are kept.
         own: What stood in a parameter's place -> the module's own parameter (`Footprint.restore`).
     """
-    _replace_parameters(optimizer, own, lambda value, _: whole(value) if isinstance(value, Tensor) else value)
+
+    def whole_state(state: dict[str, Any] | None, old: Tensor, new: Tensor) -> dict[str, Any] | None:
+        if (holding := holding_of(old)) is not None:
+            return _from_owner(state, holding)
+        return None if state is None else _whole_entries(state)
+
+    _replace_parameters(optimizer, own, whole_state)
 
 
 def make_optimizer_sharded(optimizer: Optimizer, sharded: Mapping[Tensor, Tensor]) -> None:
@@ -142,21 +148,25 @@ def make_optimizer_sharded(optimizer: Optimizer, sharded: Mapping[Tensor, Tensor
         optimizer: Changed in place: the object, its groups and its schedulers are kept.
         sharded: The module's own parameter -> what stands in its place.
     """
-    _replace_parameters(optimizer, sharded, _like_state)
+
+    def sharded_state(state: dict[str, Any] | None, old: Tensor, new: Tensor) -> dict[str, Any] | None:
+        return None if state is None else {name: _like_state(value, new) for name, value in state.items()}
+
+    _replace_parameters(optimizer, sharded, sharded_state)
 
 
 def _replace_parameters(
-    optimizer: Optimizer, replacement: Mapping[Tensor, Tensor], convert: Callable[[Any, Tensor], Any]
+    optimizer: Optimizer,
+    replacement: Mapping[Tensor, Tensor],
+    convert: Callable[[dict[str, Any] | None, Tensor, Tensor], dict[str, Any] | None],
 ) -> None:
+    """Put others in the place of parameters; `convert` makes their state from the state, the old and the new one."""
     for group in optimizer.param_groups:
         for index, old in enumerate(group["params"]):
-            new = replacement.get(old, old)
-            group["params"][index] = new
-            state = optimizer.state.pop(old, None)
-            if (holding := holding_of(old)) is not None:
-                state = _from_owner(state, holding)
+            group["params"][index] = new = replacement.get(old, old)
+            state = convert(optimizer.state.pop(old, None), old, new)
             if state is not None and not is_ghost(new):
-                optimizer.state[new] = {name: convert(value, new) for name, value in state.items()}
+                optimizer.state[new] = state
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -167,8 +177,11 @@ def _from_owner(entries: Mapping[str, Any] | None, holding: Holding) -> dict[str
     """The whole optimizer state of a parameter, from the stage that owns it. A collective of the pipeline."""
     if not holding.counts_here or entries is None:
         return holding.object_from_owner(None)  # type: ignore[no-any-return]
-    here = {name: _whole_here(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
-    return holding.object_from_owner(here)  # type: ignore[no-any-return]
+    return holding.object_from_owner(_whole_entries(entries))  # type: ignore[no-any-return]
+
+
+def _whole_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _whole_here(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a strategy would do to a module: its layers, the degrees, and where each linear map goes."""
+"""What a strategy would do to a module: its layers, the degrees, the stages, and where each linear map goes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from torch import nn
 from lightning_parallel.layer_trace import is_transposed, linear_maps
 from lightning_parallel.layers import Anatomy, Stack, find_layers
 from lightning_parallel.strategies.mesh import MeshStrategy
+from lightning_parallel.techniques.pipeline.cut import cut_violations
+from lightning_parallel.techniques.pipeline.placement import plan_stages, positions_by_registration
+from lightning_parallel.techniques.pipeline.schedules import pipeline_violations
 from lightning_parallel.tensor_plan import TensorPlan, plan_tensor
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_parallel.degrees import Degrees
-    from lightning_parallel.parallelize import Policies
+    from lightning_parallel.policies import Policies
 
 
 def explain(trainer: Trainer, module: LightningModule) -> str:
@@ -42,7 +45,13 @@ def explain(trainer: Trainer, module: LightningModule) -> str:
         return "\n".join([f"{name}: {anatomy.explain()}", "", whole])
     policies, degrees = strategy._policies(module), strategy.degrees
     anatomy = find_layers(module, policies.layer.layers)
-    parts = [f"{name}: {anatomy.explain()}", _degrees(degrees), *_tensor(module, anatomy, policies, degrees)]
+    parts = [
+        f"{name}: {anatomy.explain()}",
+        _degrees(degrees),
+        *_pipeline(module, anatomy, policies, degrees),
+        *_tensor(module, anatomy, policies, degrees),
+        *_context(anatomy, degrees),
+    ]
     return "\n\n".join(parts)
 
 
@@ -61,7 +70,41 @@ def _degrees(degrees: Degrees) -> str:
     sizes = {n: getattr(degrees, n) for n in ("replicate", "shard", "context", "tensor", "pipeline")}
     total = degrees.data * degrees.context * degrees.tensor * degrees.pipeline  # type: ignore[operator]
     product = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    return f"{total} ranks = {product}; {degrees.data} read different samples"
+    readers = f"{degrees.data} read different samples" if degrees.data > 1 else "all read the same samples"
+    return f"{total} ranks = {product}; {readers}"
+
+
+def _pipeline(module: nn.Module, anatomy: Anatomy, policies: Policies, degrees: Degrees) -> list[str]:
+    """The stages, as far as the order of registration tells; a traced step may move what is outside of the stack."""
+    size = int(degrees.pipeline)
+    if size == 1:
+        return []
+    policy = policies.pipeline
+    if violations := [*pipeline_violations(policy, size), *cut_violations(module, anatomy, policy, size)]:
+        return ["\n".join([f"pipeline={size} is refused", *(f"  {violation}" for violation in violations)])]
+    (stack,) = anatomy.stacks
+    positions = positions_by_registration(module, anatomy)
+    plan = plan_stages(module, anatomy, positions, policy, size)
+    lines = [f"pipeline over {size} ranks, schedule {policy.schedule}, microbatches {policy.microbatches}"]
+    for stage in range(plan.num_stages):
+        layers = plan.layers_of(stage)
+        count = sum(
+            parameter.numel()
+            for name, parameter in module.named_parameters()
+            if any(plan.stage_at(position) == stage for position in positions[name])
+        )
+        ends = f"{stack.layers[layers.start]} to {stack.layers[layers.stop - 1]}"
+        lines.append(f"  stage {stage} on rank {plan.rank_of(stage)} of the pipeline: {ends}, {count:,} parameters")
+    lines.append("each boundary of stages: one activation and one gradient a microbatch")
+    return ["\n".join(lines)]
+
+
+def _context(anatomy: Anatomy, degrees: Degrees) -> list[str]:
+    size = int(degrees.context)
+    if size == 1:
+        return []
+    stacks = ", ".join(stack.path for stack in anatomy.stacks) or "no stack, so it is refused"
+    return [f"sequences split over {size} ranks in {stacks}: an attention is four all-to-alls forward, four backward"]
 
 
 def _tensor(module: nn.Module, anatomy: Anatomy, policies: Policies, degrees: Degrees) -> list[str]:

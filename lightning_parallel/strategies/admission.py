@@ -16,7 +16,8 @@ from torch import nn
 from lightning_parallel.degrees import Degrees
 from lightning_parallel.init_record import InitRecord
 from lightning_parallel.memory import host_memory
-from lightning_parallel.parallelize import LayerPolicies
+from lightning_parallel.parallelize import parallelized
+from lightning_parallel.policies import LayerPolicies
 from lightning_parallel.techniques.compiling import compile_violations
 from lightning_parallel.techniques.float8 import float8_violations
 from lightning_parallel.techniques.materialize import unrecorded_meta_tensors
@@ -76,13 +77,18 @@ def module_violations(module: LightningModule, *, is_fitting: bool, record: Init
 
 def sharded_elsewhere_violations(strategy: object, module: nn.Module) -> list[str]:
     """Reasons that lie in what an earlier strategy left: a module too large to be made whole on every rank."""
-    if not is_sharded(module):
+    if not _is_left_parallel(module):
         return []
     return [
         f"the module is still sharded by an earlier fit, which ended in an error, or it is too large to be whole in "
         f"the memory of one rank; {type(strategy).__name__} needs it whole. Use a sharding strategy, or start a new "
         "process from a checkpoint"
     ]
+
+
+def _is_left_parallel(module: nn.Module) -> bool:
+    # Without other ranks to share with, what is cut into stages or split is no unit of FSDP2.
+    return is_sharded(module) or parallelized(module) is not None
 
 
 def unshardable_violations(module: LightningModule) -> list[str]:
@@ -199,7 +205,7 @@ def without_unmovable_module(strategy: Strategy) -> Iterator[None]:
     module = strategy.lightning_module
     if module is not None:
         is_unmade = any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
-        if is_unmade or is_sharded(module):
+        if is_unmade or _is_left_parallel(module):
             strategy._lightning_module = None
     yield
     strategy._lightning_module = module

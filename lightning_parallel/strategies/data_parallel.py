@@ -15,9 +15,11 @@ from typing_extensions import override
 
 from lightning_parallel.checkpoint.whole import whole
 from lightning_parallel.errors import check
+from lightning_parallel.fitting import stack_violations
 from lightning_parallel.footprint import Footprint
 from lightning_parallel.layers import find_layers, layers_violations
-from lightning_parallel.parallelize import LayerPolicies, Policies, stack_violations, transform_layers
+from lightning_parallel.parallelize import transform_layers
+from lightning_parallel.policies import LayerPolicies, Policies
 from lightning_parallel.strategies.admission import (
     layer_policy_violations,
     module_violations,

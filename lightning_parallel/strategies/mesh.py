@@ -18,18 +18,18 @@ from typing_extensions import override
 from lightning_parallel.checkpoint.whole import make_optimizer_whole
 from lightning_parallel.degrees import Degrees, reshard_violations
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.fitting import stack_violations
 from lightning_parallel.layers import layers_violations
 from lightning_parallel.mesh import Mesh, build_mesh
 from lightning_parallel.parallelize import (
-    LayerPolicies,
     Parallelized,
-    Policies,
     left_over_violations,
     parallelize,
     parallelized,
-    stack_violations,
 )
+from lightning_parallel.policies import LayerPolicies, Policies
 from lightning_parallel.precision import POLICIES, DtypePolicy, precision_violations
+from lightning_parallel.stages import unmark
 from lightning_parallel.steps import StepPolicies
 from lightning_parallel.strategies.admission import (
     forward_method_violations,
@@ -233,7 +233,9 @@ class MeshStrategy(PipelinedStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._mesh = self._mesh or build_mesh(self.degrees, self.root_device.type)
+        if self._mesh is None:
+            innermost = "pipeline" if self._degrees.pipeline == "node" else "tensor"
+            self._mesh = build_mesh(self.degrees, self.root_device.type, innermost=innermost)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.devices
 
@@ -348,3 +350,4 @@ class MeshStrategy(PipelinedStrategy):
             self._layer_sync.revert(module)
         for optimizer in self.optimizers:
             make_optimizer_whole(optimizer, own)
+        unmark(module)  # states were gathered by these notes; the next fit makes its own

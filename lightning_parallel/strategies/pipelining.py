@@ -28,6 +28,7 @@ from lightning_parallel.techniques.pipeline.gradients import GradientsOfStep
 from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch, merge_outputs
 from lightning_parallel.techniques.pipeline.passage import StageExit
 from lightning_parallel.techniques.pipeline.placement import Positions, corrected, trace_positions
+from lightning_parallel.techniques.sharding import gather_while_running
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -78,7 +79,7 @@ class PipelinedModule:
         for name in names:
             self._own[name] = self._module.__dict__.get(name)
             microstep = _Microstep(getattr(self._module, name), self._cut.passage.check_end)
-            _torch.gather_around(microstep, "run", self._module)
+            gather_while_running(microstep, "run", self._module)
             self._microsteps[name] = microstep
             # Lightning looks at the signature to decide what to pass.
             run = functools.update_wrapper(functools.partial(self.run, name), microstep.step)
@@ -155,7 +156,7 @@ class PipelinedModule:
         def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor | None:
             own_seed = seed_of_part(seed, microbatch)
             _draw_from(own_seed)
-            with logs.of(microbatch), _slow_path(), self._cut.passage.open(stage, received, own_seed):
+            with logs.of(microbatch), _torch.slow_attention(), self._cut.passage.open(stage, received, own_seed):
                 torch.clear_autocast_cache()
                 output = self._microsteps[name].run(parts[microbatch], *args)
             if stage != self._cut.plan.last:
@@ -190,7 +191,7 @@ class PipelinedModule:
 
     def _misplaced(self, name: str, part: Any, args: Any) -> Positions | None:
         """Where parameters are used, unless each stage has what it uses already."""
-        with _unchanged_numbers(self._device), StepLogs(self._module).of(0), _slow_path():
+        with _unchanged_numbers(self._device), StepLogs(self._module).of(0), _torch.slow_attention():
             traced = trace_positions(self._module, self._cut.passage, lambda: self._traced_step(name, part, args))
         return corrected(self._cut.positions, traced, self._cut.plan, is_first=len(self._traced) == 1)
 
@@ -247,17 +248,6 @@ def _draw_from(seed: int) -> None:
     seed_generators(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-
-
-@contextmanager
-def _slow_path() -> Iterator[None]:
-    """Without the fast path of torch's encoder layers, whose kernel knows no ghosts."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _foreign(output: Any, logs: StepLogs) -> list[str]:

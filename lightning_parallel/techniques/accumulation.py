@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_parallel import _torch
+from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.memory import headroom, reset_peak_memory
 
 MODES = ("auto", "every", "last")
@@ -44,6 +45,7 @@ class GradientReduction:
         ranks_on_device: How many ranks share the memory of `device`: on the host, all of this machine.
         is_manual: Whether the module optimizes by itself, so that a backward may be the last of one window and in the
             middle of another optimizer's.
+        is_hybrid: Whether gradient shards are averaged over copies, too (HSDP).
         group: All ranks, to agree on ``"auto"`` in host memory.
         tell: Takes a sentence for the user.
 
@@ -60,6 +62,7 @@ class GradientReduction:
         device: torch.device,
         ranks_on_device: int,
         is_manual: bool,
+        is_hybrid: bool,
         group: ProcessGroup,
         tell: Callable[[str], None],
     ) -> None:
@@ -68,6 +71,9 @@ class GradientReduction:
         self._device = device
         self._ranks_on_device = ranks_on_device
         self._is_manual = is_manual
+        self._is_hybrid = is_hybrid
+        self._parameters = list(dict.fromkeys(p for unit in self._units for p in unit.parameters()))
+        self._trainable: list[bool] | None = None
         self._group = group
         self._tell = tell
         self._has_measured = False
@@ -92,6 +98,19 @@ class GradientReduction:
             for unit in self._units if self._mode == "last" else ():
                 _torch.even_out_held_gradients(unit)
             self._set(reduce=True, all_reduce=True)
+
+    def before_backward(self) -> None:
+        """Call it before each backward.
+
+        Raises:
+            ConfigurationError: If gradients of the window wait for copies to be averaged, and others train now.
+        """
+        if not self._is_hybrid or self._is_manual or self._mode == "last":
+            return
+        trainable = [parameter.requires_grad for parameter in self._parameters]
+        before, self._trainable = self._trainable, trainable if self.is_held else None
+        if before is not None and before != trainable:
+            raise ConfigurationError([_CHANGED])
 
     def after_backward(self) -> None:
         """A backward has ended; if it was not held, nothing is left over of its window."""
@@ -157,3 +176,10 @@ class GradientReduction:
             f"accumulation_sync=auto: gradients are reduced in {'the last' if fits else 'every'} microstep; unreduced "
             f"they take {needed / 2**30:.2f} GiB, and {int(room) / 2**30:.2f} GiB were free at the peak"
         )
+
+
+_CHANGED = (
+    "parameters were frozen or thawed between two microsteps of an accumulation window, where gradient shards of the "
+    "first wait to be averaged over the copies (HSDP), and torch would drop them; do it between windows, or give "
+    "accumulation_sync='last'"
+)

@@ -62,6 +62,12 @@ def plan_sharding(module: nn.Module, units: Sequence[str], *, root_is_unit: bool
     return ShardingPlan(tuple(paths), {name: reason for name, reason in whole.items() if name in present})
 
 
+def keep_whole(module: nn.Module) -> ShardingPlan:
+    """The plan of a rank that has nobody to share with: without units, nothing is copied in order to be gathered."""
+    names = (name for name, p in module.named_parameters(remove_duplicate=False) if not is_ghost(p))
+    return ShardingPlan((), dict.fromkeys(names, "no other rank shares it"))
+
+
 def apply_sharding(
     module: nn.Module,
     plan: ShardingPlan,
@@ -87,7 +93,8 @@ def apply_sharding(
     parameters = dict(module.named_parameters(remove_duplicate=False))
     whole = {parameters[name] for name in plan.whole}
     for parameter in whole:
-        parameter.data = parameter.data.to(device)
+        if not parameter.is_meta:  # else it is made on the device
+            parameter.data = parameter.data.to(device)
     elsewhere = {parameter for parameter in module.parameters() if is_ghost(parameter)}
     for path in plan.units:
         unit = module.get_submodule(path)
@@ -133,6 +140,12 @@ def gather_in_steps(module: nn.Module, plan: ShardingPlan, step_methods: Sequenc
         unit = module.get_submodule(path)
         for method in ("forward", *step_methods) if path == ROOT else _own_methods(unit):
             _torch.gather_around(unit, method, unit)
+
+
+def gather_while_running(holder: object, method: str, module: nn.Module) -> None:
+    """Gather what `module` itself is the unit of while ``holder.method`` runs."""
+    if isinstance(module, FSDPModule):
+        _torch.gather_around(holder, method, module)
 
 
 def gather_in_method(module: nn.Module, plan: ShardingPlan, method: str) -> None:

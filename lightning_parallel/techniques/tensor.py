@@ -268,24 +268,43 @@ def _check(layer: nn.Module, split: SplitLayer, function: Callable[..., Any], ar
     try:
         for doubles in (True, False):
             with torch.enable_grad(), probing(layer, arguments, doubles=doubles) as (args, kwargs):
-                try:
-                    with _whole(layer, split):
-                        whole = LayerProbe(layer, run, args, kwargs)
-                except Exception as error:
-                    if doubles:
-                        continue  # not everything computes in fp64
-                    if not split.borders.is_at_entry:  # else it is the code's own error
-                        failure = f"cannot be compared with its unsplit self ({error}); {REMEDY}"
-                        break
-                    raise
+                probe = functools.partial(LayerProbe, layer, run, args, kwargs)
+                whole, error = _probe_whole(layer, split, probe)
+                if whole is None and doubles:
+                    continue  # not everything computes in fp64
+                if error is not None and split.borders.is_at_entry:
+                    raise error  # the code's own
+                if whole is None:
+                    failure = f"cannot be compared with its unsplit self ({error or 'on another rank'}); {REMEDY}"
+                    break
                 split.borders = borders.alone()
-                failure = _choose_flow(layer, split, functools.partial(LayerProbe, layer, run, args, kwargs), whole)
+                failure = _choose_flow(layer, split, probe, whole)
                 break
     finally:
         split.borders = borders
     if failure:
         raise ConfigurationError([f"{split.path} ({_torch.class_name(layer)}) {failure}"])
     split.flow.is_checked = True
+
+
+def _probe_whole(
+    layer: nn.Module, split: SplitLayer, probe: Callable[[], LayerProbe]
+) -> tuple[LayerProbe | None, Exception | None]:
+    """The unsplit layer's results if all ranks have them, and this rank's error. A collective."""
+    whole, error = None, None
+    try:
+        with _whole(layer, split):
+            whole = probe()
+    except Exception as caught:
+        error = caught
+    return (None, error) if _any_failed(error is not None, split.flow.peers) else (whole, None)
+
+
+def _any_failed(has_failed: bool, peers: ProcessGroup) -> bool:
+    """Whether any of the ranks has; they go on together, or not at all."""
+    flag = torch.tensor(int(has_failed))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=peers)
+    return bool(flag)
 
 
 def _choose_flow(layer: nn.Module, split: SplitLayer, probe: Callable[[], LayerProbe], whole: LayerProbe) -> str:
@@ -307,9 +326,9 @@ def _compare(split: SplitLayer, probe: Callable[[], LayerProbe], whole: LayerPro
     except (RuntimeError, AssertionError, IndexError, KeyError, ValueError, TypeError, NotImplementedError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         failure = f"fails when its linear maps are split over ranks: {reason[0]}; {REMEDY}"
-    has_failed = torch.tensor(int(bool(failure)))
-    dist.all_reduce(has_failed, op=dist.ReduceOp.MAX, group=split.flow.peers)
-    return failure if failure or not has_failed else f"differs on another rank when it is split; {REMEDY}"
+    if _any_failed(bool(failure), split.flow.peers) and not failure:
+        return f"differs on another rank when it is split; {REMEDY}"
+    return failure
 
 
 def _sequence_dims(layer: nn.Module, split: SplitLayer) -> Sequence[int]:

@@ -7,9 +7,10 @@ reduced, so a rank holds reduced gradients of one unit at a time.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 
@@ -36,27 +37,29 @@ def update_in_backward_violations(*, clips: bool, scales: bool, num_microsteps: 
 
 
 class UpdateInBackward:
-    """Lets a user's optimizer step each sharded parameter as soon as its gradient is reduced; `detach` ends it.
+    """Lets a user's optimizer step each parameter as soon as its gradient is reduced; `detach` ends it.
 
-    The optimizer object, its groups, state and schedulers are the user's. Parameters that are whole on every rank are
-    averaged after backward, and are updated by the step that the training loop makes anyway.
+    The optimizer object, its groups, state and schedulers are the user's.
 
     Args:
         optimizer: The user's only optimizer.
+        averaged: Parameters whose gradients are averaged after backward: the step that the training loop makes anyway
+            updates these.
 
     Example:
         >>> updates = UpdateInBackward(optimizer)
         >>> loss.backward()  # has updated the parameters
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, averaged: Collection[Tensor] = ()) -> None:
         self._optimizer = optimizer
+        waits = set(averaged)
         # A parameter that is frozen now may thaw: without a hook, the step of the loop updates it.
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._update)
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if isinstance(parameter, DTensor) and parameter.requires_grad
+            if parameter not in waits and parameter.requires_grad
         ]
 
     def detach(self) -> None:

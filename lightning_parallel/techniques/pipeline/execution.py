@@ -200,7 +200,8 @@ class Execution:
         tensor = tensor.contiguous()
         work = dist.isend(tensor, group=self._group, group_dst=target)
         assert work is not None
-        self._sent.append((tensor, work))
+        # What has arrived needs no memory here any more.
+        self._sent = [*((sent, earlier) for sent, earlier in self._sent if not earlier.is_completed()), (tensor, work)]
 
     def _receive(
         self, kind: str, stage: int, microbatch: int, source: int, form: tuple[torch.dtype, Sequence[int]]

@@ -52,9 +52,11 @@ class GradientsOfStep:
 
         @torch.no_grad()
         def deposit(factor: Tensor) -> None:
+            change = factor / scale
+            is_one = change.device.type == "cpu" and float(change) == 1.0  # asking a GPU costs more than multiplying
             for parameter, gradient in zip(self._parameters, self._new, strict=True):
                 if gradient is not None:
-                    new = gradient.mul_((factor / scale).to(gradient.dtype))
+                    new = gradient if is_one else gradient.mul_(change.to(gradient.dtype))
                     parameter.grad = new if parameter.grad is None else parameter.grad.add_(new)
 
         anchor = torch.zeros((), device=loss.device, requires_grad=True)

@@ -20,6 +20,7 @@ from lightning_parallel import _torch
 from lightning_parallel.caches import is_cache
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.ghosts import Ghost, Watch, ghost_like, ghosts_in, is_ghost, name_sources
+from lightning_parallel.hidden_states import hidden_in, with_hidden
 from lightning_parallel.randomness import seed_generators, seed_of_part
 from lightning_parallel.stages import BEFORE_THE_STACK, StagePlan
 from lightning_parallel.techniques.pipeline.rehearsal import unchanged
@@ -122,18 +123,18 @@ class Passage:
             stage = self.plan.stage_at(index)
             if index == self.plan.layers_of(stage).start:
                 # From here on it counts as what this stage has received.
-                hidden = self._check_hidden(index, _take_hidden(args, kwargs))
-                args, kwargs = _with_hidden(ghost_like(hidden, watch=self._watch, stage=stage), args, kwargs)
+                hidden = self._check_hidden(index, hidden_in(args, kwargs))
+                args, kwargs = with_hidden(ghost_like(hidden, watch=self._watch, stage=stage), args, kwargs)
             self.position = index
             return self._hand_on(index, layer, forward, args, kwargs)
         own = self.plan.layers_of(self._stage)
         if index == own.stop:
-            raise StageExit(self._check_hidden(index, _take_hidden(args, kwargs)))
+            raise StageExit(self._check_hidden(index, hidden_in(args, kwargs)))
         self.position = index
         if index < own.start:
             return self._hand_on(index, layer, forward, args, kwargs)
         if index == own.start and self._received is not None:
-            args, kwargs = _with_hidden(self._received, args, kwargs)
+            args, kwargs = with_hidden(self._received, args, kwargs)
         if ghosts := ghosts_in((args, kwargs)):
             raise ConfigurationError([self._foreign(index, ghosts)])
         with _own_stream(self._seed, index, is_needed=layer.training and torch.is_grad_enabled()):
@@ -146,8 +147,8 @@ class Passage:
         if key not in self._handed_on:
             if len(self._handed_on) > _REMEMBERED:  # of batches whose length varies
                 self._handed_on.clear()
-            hidden = _take_hidden(args, kwargs)
-            args, kwargs = _with_hidden(hidden if is_ghost(hidden) else ghost_like(hidden), args, kwargs)
+            hidden = hidden_in(args, kwargs)
+            args, kwargs = with_hidden(hidden if is_ghost(hidden) else ghost_like(hidden), args, kwargs)
             self.is_in_layer = True
             self._handed_on[key] = self._rehearsed(layer, forward, args, kwargs)
             self.is_in_layer = False
@@ -242,18 +243,6 @@ def ghosts_in_place(module: nn.Module, watch: Watch | None = None) -> Iterator[N
     finally:
         for submodule, name, parameter in before:
             setattr(submodule, name, parameter)
-
-
-def _take_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What runs through the stack: the first argument, by position or by name."""
-    return args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
-
-
-def _with_hidden(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    if args:
-        return (hidden, *args[1:]), kwargs
-    name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
-    return args, {**kwargs, name: hidden}
 
 
 def _kind(leaf: Any) -> Any:
