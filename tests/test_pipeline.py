@@ -178,9 +178,10 @@ def on_two_machines(case: str) -> tuple[list[int], Outcome]:
     """The ranks of this stack, where the first two ranks are one machine and the others another."""
     rank = dist.get_rank()
     strategies: list[Any] = []
+    build = build_strategy
 
     def keep(text: str) -> Any:
-        strategies.append(build_strategy(text))
+        strategies.append(build(text))
         return strategies[-1]
 
     places = {"NODE_RANK": str(rank // 2), "LOCAL_RANK": str(rank % 2)}

@@ -270,14 +270,13 @@ class MeshStrategy(PipelinedStrategy):
         self._parallelized = parallelized(module) or self._parallelize(module)
         self._steps = self._make_steps(module, self._parallelized)
         self._inference_modes = leave_inference_mode(trainer)
-        is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if is_fitting:
+        self._is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if is_fitting:
-            if self._offload != "all":
-                _optimizers_to_device(self.optimizers, self.root_device)
-            self._steps.adopt(self.optimizers)
+        if self._is_fitting and self._offload != "all":
+            _optimizers_to_device(self.optimizers, self.root_device)
+        self._steps.adopt(self._training_optimizers)
         self._attach_pipeline()
 
     def _parallelize(self, module: LightningModule, positions: Positions | None = None) -> Parallelized:
@@ -348,6 +347,6 @@ class MeshStrategy(PipelinedStrategy):
         own = parallelized.undo(module)
         if self._layer_sync is not None:
             self._layer_sync.revert(module)
-        for optimizer in self.optimizers:
+        for optimizer in self._training_optimizers:
             make_optimizer_whole(optimizer, own)
         unmark(module)  # states were gathered by these notes; the next fit makes its own

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
 
 from lightning_parallel.parallelize import Parallelized
 from lightning_parallel.steps import PipelinedSteps, StepPolicies, Steps
@@ -27,6 +28,12 @@ class PipelinedStrategy(SteppingStrategy):
     _parallelized: Parallelized | None = None
     _pipelined: PipelinedModule | None = None
     _step_policies: StepPolicies
+    _is_fitting = False
+
+    @property
+    def _training_optimizers(self) -> list[Optimizer]:
+        """The optimizers, while they train: those of an earlier fit hold parameters that are not cut now."""
+        return self.optimizers if self._is_fitting else []
 
     def _parallelize(self, module: LightningModule, positions: Positions | None = None) -> Parallelized:
         raise NotImplementedError
@@ -72,10 +79,10 @@ class PipelinedStrategy(SteppingStrategy):
         )
         self._make_plain(module, self._parallelized)
         self._parallelized = self._parallelize(module, positions)
-        adopt_optimizers(self.optimizers, module, self._parallelized.replaced())
+        adopt_optimizers(self._training_optimizers, module, self._parallelized.replaced())
         self.steps.close()
         self._steps = self._make_steps(module, self._parallelized)
-        self._steps.adopt(self.optimizers)
+        self._steps.adopt(self._training_optimizers)
         self._attach_pipeline(traced)
         return self._pipelined
 
