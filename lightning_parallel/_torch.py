@@ -446,6 +446,17 @@ def tensor_without_storage(cls: type[Any], meta: Tensor, device: torch.device) -
     return make(cls, meta.shape, strides=meta.stride(), storage_offset=offset, dtype=meta.dtype, device=device)
 
 
+def follow_view(function: Any, args: Any, kwargs: Any) -> None:
+    """Change shape and strides of a tensor without storage as `function`, such as ``transpose_``, does in place.
+
+    `torch.Tag.inplace_view`, since 1.12, marks such operations; `torch._C._DisableTorchDispatch`, since 1.13, is what
+    torch's own subclasses use. No public spelling.
+    """
+    if torch.Tag.inplace_view in function.tags:
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            function(*args, **kwargs)
+
+
 def schedule_actions(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> list[list[str]]:
     """For each rank what it computes, sends and receives in a step, in order, in torch's notation, such as ``"0F1"``.
 

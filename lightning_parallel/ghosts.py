@@ -94,6 +94,7 @@ class Ghost(Tensor):
             result = compute(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
         except (RuntimeError, NotImplementedError) as error:
             raise GhostReadError([_unknown(name, sources, error)]) from error
+        _torch.follow_view(func, args, kwargs)
         own = {id(ghost.meta): ghost for ghost in ghosts}
         device = ghosts[0].device
 

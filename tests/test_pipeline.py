@@ -84,6 +84,22 @@ class ReadsValues(Deep):
         return {"loss": loss, "logits": logits.detach(), "count": 3}
 
 
+class Recurrent(Deep):
+    """Layers with a GRU, whose result torch transposes in place."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru, self.linear = nn.GRU(16, 16, batch_first=True), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.linear(self.gru(x)[0])
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.model.blocks = nn.ModuleList(self.Layer() for _ in range(4))
+
+
 class FirstFrozen(Deep):
     """Nothing is trained on the first stage; the step takes no number of the batch."""
 
@@ -131,6 +147,7 @@ MODULES: dict[str, type[Case]] = {
     "first_frozen": FirstFrozen,
     "returns_tuples": ReturnsTuples,
     "mixtral": Mixtral,
+    "recurrent": Recurrent,
 }
 _references: dict[Any, Outcome] = {}
 
