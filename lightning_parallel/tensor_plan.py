@@ -105,7 +105,9 @@ def _from_dict(given: Mapping[str, str], maps: Mapping[str, nn.Module]) -> tuple
                 f"tensor_plan: {pattern!r} names no linear map of the layers; there are {', '.join(near) or 'none'}"
             )
         if role not in ROLES:
-            violations.append(f"tensor_plan: {role!r} for {pattern!r} is unknown; possible: {', '.join(ROLES)}")
+            violations.append(
+                f"tensor_plan: {role!r} for {pattern!r} is unknown; possible: {', '.join(ROLES)}, {VOCABULARY}"
+            )
         roles |= {p: "heads" if isinstance(maps[p], nn.MultiheadAttention) else role for p in named}
     return {path: role for path, role in roles.items() if role != "replicate"}, violations
 

@@ -379,6 +379,10 @@ def test_refusals(ranks: Any, strategy: str) -> None:
         assert words in found
 
 
+def test_pipelines_are_refused(ranks: Any) -> None:
+    assert "BatchSizeFinder under pipeline > 1" in ranks(2).run(refused, "pp_custom", 2)[0][0]
+
+
 def test_settings_are_refused_in_words() -> None:
     with pytest.raises(ConfigurationError) as error:
         BatchSizeFinder(start=1, maximum=0, steps=0, memory_limit=0, margin=1.0)

@@ -634,7 +634,7 @@ def refusal(kind: str, strategy: str, num_ranks: int, batch: int) -> str:
         ("deep", "pp_custom:schedule=2f2b", 4, ["schedule='2f2b' is unknown", "gpipe, 1f1b, interleaved"]),
         ("deep", "pp_custom:schedule=interleaved", 4, ["needs virtual_stages of at least 2"]),
         ("deep", "pp_custom:virtual_stages=2", 4, ["virtual_stages=2 with schedule='1f1b'", "interleaved"]),
-        ("deep", "pp_custom:microbatches=1", 4, ["microbatches=1 are fewer than the 2 stages"]),
+        ("deep", "pp_custom:microbatches=1", 4, ["microbatches=1 are fewer than 2, which schedule='1f1b' needs"]),
         ("deep", "pp_custom:microbatches=3", 4, ["4 samples a rank", "microbatches=3", "possible: 2, 4"]),
         ("deep", "pp_custom", 7, ["7 samples a rank", "no divisor from 2 to 4"]),
         ("deep", "pp_custom:stages=[1,2]", 4, ["stages=[1, 2] are 3 layers, but model.blocks has 4"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from lightning_parallel.techniques.compression import register_comm_hook
 from lightning_parallel.techniques.data_parallel import ReplicatedSteps, merge_results, num_samples
 from lightning_parallel.techniques.optimizer_sharding import ShardedOptimizer, deal_out, optimizer_violations
 from lightning_parallel.techniques.replicate import reduce_gradients, synchronize_module
-from lightning_parallel.techniques.sharding import plan_sharding, unreduced_parameters
+from lightning_parallel.techniques.sharding import apply_sharding, keep_whole, plan_sharding, unreduced_parameters
 from tests.cases import CASES, GPT
 from tests.collectives import collectives_of_a_window
 
@@ -229,6 +230,21 @@ def test_collectives_of_a_step(
     assert counts.number("gather") == gathers, counts
     assert counts.number("reduce_scatter") == reduces, counts
     assert counts.number("all_reduce") == all_reduces, counts
+
+
+# Without units ----------------------------------------------------------------------------------------------------
+
+
+def test_parameters_and_buffers_go_to_the_device_without_units() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    plan = keep_whole(module)
+    assert plan.units == ()
+    assert set(plan.whole) == {name for name, _ in module.named_parameters()}
+    moved: list[Tensor] = []
+    options: Any = {"reshard": "always", "policy": None, "offload": None, "device": torch.device("cpu")}
+    with mock.patch.object(Tensor, "to", lambda self, device: moved.append(self) or self):
+        apply_sharding(module, plan, Any, **options)
+    assert len(moved) == 4 + 3
 
 
 # Footprint --------------------------------------------------------------------------------------------------------

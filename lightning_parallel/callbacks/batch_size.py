@@ -328,6 +328,11 @@ def _use_violations(trainer: Trainer, module: LightningModule, attribute: str) -
             "loaders were passed to fit(), so no attribute changes their batch size; define train_dataloader() in the "
             "module or in a datamodule"
         )
+    if getattr(trainer.strategy, "cuts_batches", False):
+        found.append(
+            "BatchSizeFinder under pipeline > 1 is not possible: what a rank holds depends on the microbatches, and "
+            "the first step may move parameters between stages; give the batch size"
+        )
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         found.append("fast_dev_run runs a batch of whatever size; leave BatchSizeFinder out there")
     return found

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 class MeshStrategy(PipelinedStrategy):
     """Train an unchanged LightningModule on a mesh of ranks.
 
+    Degrees are numbers; ``"node"`` is the number of ranks on a machine.
+
     Args:
         replicate: Ranks that hold equal copies; ``"auto"`` is one group a machine, two groups on a single machine.
         shard: Ranks over which parameters, gradients and optimizer state are sharded; ``"auto"`` is the rest.
@@ -87,7 +89,8 @@ class MeshStrategy(PipelinedStrategy):
         virtual_stages: Pipeline stages of each rank, with ``schedule="interleaved"``.
         float8: Recipe of the stacks' linear maps, ``"tensorwise"`` or ``"rowwise"``; needs the extra ``float8``.
         tensor_plan: How linear maps are split under ``tensor``, where the package should not decide: the end of a
-            path, in which ``*`` is one name -> ``"colwise"``, ``"rowwise"`` or ``"replicate"``.
+            path, in which ``*`` is one name -> ``"colwise"``, ``"rowwise"``, ``"replicate"``, or ``"vocab"`` for an
+            embedding or head.
         sequence: Whether ranks that share matrix products also split the sequence between branches, so that norms,
             dropout and residuals take memory and time once (Korthikanti et al. 2022).
         precision_policy: Dtypes of gathering and reducing, in place of those that belong to `Trainer(precision=...)`.

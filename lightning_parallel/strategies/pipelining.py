@@ -116,7 +116,7 @@ class PipelinedModule:
         policy, num_ranks = self._cut.policy, self._cut.plan.num_ranks
         if name != TRAINING:
             return policy.any_microbatches(size, num_ranks)
-        self._usual_size = self._usual_size or size
+        self._usual_size = max(self._usual_size or 0, size)
         if size < self._usual_size:  # the rest of an epoch: idling once is better than an error
             return policy.any_microbatches(size, num_ranks)
         return policy.training_microbatches(size, num_ranks)

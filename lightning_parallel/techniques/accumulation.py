@@ -160,7 +160,7 @@ class GradientReduction:
                 unit.set_requires_all_reduce(all_reduce, recurse=False)
 
     def _measure(self) -> None:
-        if self._mode == "auto" and not self._has_measured:
+        if self._mode == "auto" and self._units and not self._has_measured:
             self._has_measured = True
             reset_peak_memory(self._device)
 

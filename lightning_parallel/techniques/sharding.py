@@ -92,9 +92,9 @@ def apply_sharding(
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     whole = {parameters[name] for name in plan.whole}
-    for parameter in whole:
-        if not parameter.is_meta:  # else it is made on the device
-            parameter.data = parameter.data.to(device)
+    for tensor in (*whole, *module.buffers()):
+        if not tensor.is_meta:  # else it is made on the device
+            tensor.data = tensor.data.to(device)
     elsewhere = {parameter for parameter in module.parameters() if is_ghost(parameter)}
     for path in plan.units:
         unit = module.get_submodule(path)

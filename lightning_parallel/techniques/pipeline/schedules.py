@@ -136,8 +136,8 @@ def _count_violations(policy: PipelinePolicy, num_ranks: int) -> list[str]:
     least = policy.least_microbatches(num_ranks)
     if count < least:
         return [
-            f"microbatches={count} are fewer than the {least} stages of pipeline={num_ranks}, so some stage would "
-            f"always idle; give {least} or more, or 'auto'"
+            f"microbatches={count} are fewer than {least}, which schedule={policy.schedule!r} needs over {num_ranks} "
+            f"ranks for none to idle throughout; give {least} or more, or 'auto'"
         ]
     if not policy.fits(count, num_ranks):
         legal = [n for n in range(least, 2 * count + 1) if policy.fits(n, num_ranks)]
