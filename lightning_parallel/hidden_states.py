@@ -43,21 +43,23 @@ class Lengths:
 
 def hidden_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What runs through the stack: a layer's first argument, by position, or the first tensor by name; else `None`."""
-    return args[0] if args else next((value for value in kwargs.values() if isinstance(value, Tensor)), None)
+    return args[0] if args else kwargs.get(_name_of_hidden(kwargs))
 
 
 def with_hidden(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
     """The arguments of a layer with `hidden` in the place of what runs through the stack."""
-    if args:
-        return (hidden, *args[1:]), kwargs
-    name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
-    return args, {**kwargs, name: hidden}
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, _name_of_hidden(kwargs): hidden})
 
 
 def take_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    """What runs through the stack, and the other arguments."""
+    """What runs through the stack, and the other arguments, among which it may be once more under another name."""
     hidden: Tensor = hidden_in(args, kwargs)
-    return hidden, args[1:], kwargs if args else {key: value for key, value in kwargs.items() if value is not hidden}
+    taken = "" if args else _name_of_hidden(kwargs)
+    return hidden, args[1:], {name: value for name, value in kwargs.items() if name != taken}
+
+
+def _name_of_hidden(kwargs: dict[str, Any]) -> str:
+    return next((name for name, value in kwargs.items() if isinstance(value, Tensor)), "")
 
 
 @contextlib.contextmanager

@@ -95,6 +95,8 @@ class Parallelized:
         own: dict[Tensor, nn.Parameter] = {}
         for footprint in reversed(self.footprints):
             own |= footprint.restore(values.__getitem__)
+        for parameter in module.parameters():
+            parameter.grad = None  # alike on all ranks: what was replaced has none
         return own
 
 

@@ -100,6 +100,20 @@ class Recurrent(Deep):
         self.model.blocks = nn.ModuleList(self.Layer() for _ in range(4))
 
 
+class Transposed(Deep):
+    """A parameter of other strides, which the first and the last stage use."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.mix = nn.Parameter(torch.randn(16, 16).mul(0.3).t())
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        hidden = self.model.tokens(tokens) @ self.mix
+        for block in self.model.blocks:
+            hidden = block(hidden)
+        return next_token_loss(self.model.head(self.model.norm(hidden @ self.mix)), tokens)
+
+
 class FirstFrozen(Deep):
     """Nothing is trained on the first stage; the step takes no number of the batch."""
 
@@ -148,6 +162,7 @@ MODULES: dict[str, type[Case]] = {
     "returns_tuples": ReturnsTuples,
     "mixtral": Mixtral,
     "recurrent": Recurrent,
+    "transposed": Transposed,
 }
 _references: dict[Any, Outcome] = {}
 
@@ -390,6 +405,31 @@ def test_every_entry_point(ranks: Any, tmp_path: Any) -> None:
         for name in ("predictions", "outputs"):
             assert torch.allclose(ours[name], expected[name], atol=1e-4), name
         assert all(torch.allclose(ours["weights"][k], v, atol=TOLERANCE) for k, v in expected["weights"].items())
+
+
+def saved_in_validation(strategy: str, num_ranks: int, path: str) -> None:
+    """A checkpoint that a hook of `validate` writes after a fit."""
+
+    class Saves(L.Callback):
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            trainer.save_checkpoint(path)
+
+    L.seed_everything(3, verbose=False)
+    module = Deep()
+    trainer = make_trainer(strategy if strategy == "auto" else build_strategy(strategy), num_ranks)
+    trainer.fit(module, batches("byte_gpt", 1))
+    trainer.callbacks.append(Saves())
+    trainer.validate(module, batches("byte_gpt", 1), verbose=False)
+
+
+def test_a_checkpoint_of_validation(ranks: Any, tmp_path: Any) -> None:
+    paths = [str(tmp_path / name) for name in ("one.ckpt", "two.ckpt")]
+    saved_in_validation("auto", 1, paths[0])
+    ranks(2).run(saved_in_validation, "pp_custom", 2, paths[1])
+    one, two = (torch.load(path, weights_only=False)["optimizer_states"][0]["state"] for path in paths)
+    assert one.keys() == two.keys()
+    for number, state in one.items():
+        assert torch.allclose(two[number]["exp_avg"], state["exp_avg"], atol=TOLERANCE)
 
 
 def resumed(strategy: str, num_ranks: int, num_readers: int, path: str) -> Outcome:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 from unittest import mock
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,8 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torchmetrics import MeanMetric
 
 from lightning_parallel.footprint import Footprint
+from lightning_parallel.hidden_states import take_hidden
+from lightning_parallel.strategies.module_device import set_module_device
 from lightning_parallel.techniques.clipping import clip_gradients_by_norm
 from lightning_parallel.techniques.compression import register_comm_hook
 from lightning_parallel.techniques.data_parallel import ReplicatedSteps, merge_results, num_samples
@@ -245,6 +249,24 @@ def test_parameters_and_buffers_go_to_the_device_without_units() -> None:
     with mock.patch.object(Tensor, "to", lambda self, device: moved.append(self) or self):
         apply_sharding(module, plan, Any, **options)
     assert len(moved) == 4 + 3
+
+
+class Measured(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+
+def test_a_module_knows_its_device() -> None:
+    module = Measured()
+    set_module_device(module, torch.device("meta"))
+    assert module.device.type == module.mean.device.type == module.mean.mean_value.device.type == "meta"
+
+
+def test_hidden_states_under_two_names() -> None:
+    hidden = torch.zeros(2)
+    assert take_hidden((), {"scale": 2, "x": hidden, "first": hidden}) == (hidden, (), {"scale": 2, "first": hidden})
+    assert take_hidden((hidden, 3), {"first": hidden}) == (hidden, (3,), {"first": hidden})
 
 
 # Footprint --------------------------------------------------------------------------------------------------------

@@ -87,13 +87,19 @@ def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False) -> di
     return result
 
 
-def whole_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
-    """The plain optimizer's ``state_dict()`` in host memory; ``{}`` where not `keep`. A collective."""
+def whole_optimizer_state(optimizer: Optimizer, *, keep: bool, is_cut: bool = True) -> dict[str, Any]:
+    """The plain optimizer's ``state_dict()`` in host memory; ``{}`` where not `keep`. A collective.
+
+    Args:
+        optimizer: The optimizer.
+        keep: Whether this rank wants the result.
+        is_cut: Whether its parameters are cut as the module is now, and not whole since an earlier fit has ended.
+    """
     state = optimizer.state_dict()
     gathered = {}
     for number, parameter in enumerate(_parameters(optimizer)):
         entries = state["state"].get(number)
-        if (holding := holding_of(parameter)) is not None:
+        if is_cut and (holding := holding_of(parameter)) is not None:
             gathered[number] = _from_owner(entries, holding)
         elif entries is not None:
             gathered[number] = {name: _gathered(value, keep) for name, value in entries.items()}

@@ -41,6 +41,7 @@ from lightning_parallel.strategies.admission import (
     unshardable_violations,
 )
 from lightning_parallel.strategies.evaluation import leave_inference_mode
+from lightning_parallel.strategies.module_device import set_module_device
 from lightning_parallel.strategies.optimizers import adopt_optimizers
 from lightning_parallel.strategies.pipelined_strategy import PipelinedStrategy, overridden_steps
 from lightning_parallel.strategies.pipelining_admission import pipelined_module_violations, pipelining_violations
@@ -270,14 +271,17 @@ class MeshStrategy(PipelinedStrategy):
         module = self.lightning_module
         assert module is not None
         self.refuse(left_over_violations(module, self._policies(module)))
-        self._parallelized = parallelized(module) or self._parallelize(module)
+        left = parallelized(module)
+        self._parallelized = left or self._parallelize(module)
+        set_module_device(module, self.root_device)
         self._steps = self._make_steps(module, self._parallelized)
         self._inference_modes = leave_inference_mode(trainer)
-        self._is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._is_fitting:
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self._has_cut_optimizers = is_fitting or left is not None
+        if is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if self._is_fitting and self._offload != "all":
+        if is_fitting and self._offload != "all":
             _optimizers_to_device(self.optimizers, self.root_device)
         self._steps.adopt(self._training_optimizers)
         self._attach_pipeline()
@@ -340,7 +344,8 @@ class MeshStrategy(PipelinedStrategy):
         return module_bytes(module) > rank_share_of_host_memory(self.num_processes) // 4
 
     def _make_plain(self, module: LightningModule, parallelized: Parallelized) -> None:
-        if self._is_too_large(module):
+        is_changed = bool(parallelized.replaced()) or parallelized.cut is not None
+        if is_changed and self._is_too_large(module):
             size, share = module_bytes(module), rank_share_of_host_memory(self.num_processes)
             rank_zero_info(
                 f"the module stays sharded: whole it takes {size / 2**30:.1f} GiB, more than a quarter of a rank's "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
@@ -28,12 +29,11 @@ class PipelinedStrategy(SteppingStrategy):
     _parallelized: Parallelized | None = None
     _pipelined: PipelinedModule | None = None
     _step_policies: StepPolicies
-    _is_fitting = False
 
     @property
     def _training_optimizers(self) -> list[Optimizer]:
-        """The optimizers, while they train: those of an earlier fit hold parameters that are not cut now."""
-        return self.optimizers if self._is_fitting else []
+        """The optimizers that hold the module's parameters as they are now, not as an earlier fit gave them back."""
+        return self.optimizers if self._has_cut_optimizers else []
 
     def _parallelize(self, module: LightningModule, positions: Positions | None = None) -> Parallelized:
         raise NotImplementedError
@@ -80,6 +80,7 @@ class PipelinedStrategy(SteppingStrategy):
         self._make_plain(module, self._parallelized)
         self._parallelized = self._parallelize(module, positions)
         adopt_optimizers(self._training_optimizers, module, self._parallelized.replaced())
+        _optimizers_to_device(self._training_optimizers, self.root_device)
         self.steps.close()
         self._steps = self._make_steps(module, self._parallelized)
         self._steps.adopt(self._training_optimizers)

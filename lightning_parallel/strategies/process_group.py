@@ -63,6 +63,8 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     _defers_init = False
     """Whether `configure_model` is recorded instead of run, so that no rank holds the whole module."""
+    _has_cut_optimizers = True
+    """Whether optimizers hold the module's parameters as they are now, not as an earlier fit gave them back."""
 
     # What is refused, and when ----------------------------------------------------------------------------------
 
@@ -252,7 +254,7 @@ class ProcessGroupStrategy(ParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return whole_optimizer_state(optimizer, keep=self.is_global_zero)
+        return whole_optimizer_state(optimizer, keep=self.is_global_zero, is_cut=self._has_cut_optimizers)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -105,7 +105,8 @@ class GradientReduction:
         Raises:
             ConfigurationError: If gradients of the window wait for copies to be averaged, and others train now.
         """
-        if not self._is_hybrid or self._is_manual or self._mode == "last":
+        waits = self._is_hybrid and _torch.CAN_REDUCE_UNUSED
+        if not waits or self._is_manual or self._mode == "last":
             return
         trainable = [parameter.requires_grad for parameter in self._parameters]
         before, self._trainable = self._trainable, trainable if self.is_held else None

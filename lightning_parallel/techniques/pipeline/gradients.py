@@ -100,7 +100,9 @@ def sum_shared_gradients(parameters: Sequence[nn.Parameter]) -> None:
 def _add_others(gradient: Tensor, holding: Holding) -> None:
     # Every holder adds in the same order, so that all have the same sum to the last bit.
     me = holding.group.rank()
-    parts = {rank: gradient.clone() if rank == me else torch.empty_like(gradient) for rank in holding.ranks}
+    dense = torch.contiguous_format  # whatever the parameter's strides are, which its gradient has, too
+    parts = {rank: torch.empty_like(gradient, memory_format=dense) for rank in holding.ranks}
+    parts[me].copy_(gradient)
     others = [rank for rank in holding.ranks if rank != me]
     operations = [dist.P2POp(dist.isend, parts[me], group=holding.group, group_peer=rank) for rank in others]
     operations += [dist.P2POp(dist.irecv, parts[rank], group=holding.group, group_peer=rank) for rank in others]
