@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -74,8 +74,22 @@ class Mesh:
         return self.data.get_local_rank()
 
 
+@dataclass
+class _Built:
+    """The meshes of a process group so far, by the arguments of :func:`build_mesh`."""
+
+    world: ProcessGroup | None = None
+    meshes: dict[tuple[Degrees, str, str], Mesh] = field(default_factory=dict)
+
+
+_built = _Built()
+
+
 def build_mesh(degrees: Degrees, device_type: str, *, innermost: str = "tensor") -> Mesh:
     """Build the mesh of resolved `degrees` on ``"cpu"`` or ``"cuda"``. A collective; needs the process group.
+
+    For the same arguments it is the same mesh again, as long as the process group lives: each group of a mesh keeps
+    threads, connections and, under NCCL, memory of the device until then, and a process may fit many times.
 
     Args:
         degrees: Of each axis.
@@ -85,6 +99,16 @@ def build_mesh(degrees: Degrees, device_type: str, *, innermost: str = "tensor")
     Example:
         >>> mesh = build_mesh(Degrees().resolve(world_size=4), "cpu")
     """
+    assert dist.group.WORLD is not None
+    if _built.world is not dist.group.WORLD:
+        _built.world, _built.meshes = dist.group.WORLD, {}
+    key = (degrees, device_type, innermost)
+    if key not in _built.meshes:
+        _built.meshes[key] = _new_mesh(degrees, device_type, innermost)
+    return _built.meshes[key]
+
+
+def _new_mesh(degrees: Degrees, device_type: str, innermost: str) -> Mesh:
     sizes = {AXES[name]: getattr(degrees, name) for name in sorted(AXES, key=lambda name: name == innermost)}
     # The shard axis always exists, so that every model is sharded in the same way; other axes of one rank do not.
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == AXES["shard"]}

@@ -103,6 +103,15 @@ def fit_twice(first: str, second: str, num_ranks: int, case: str) -> dict[str, A
     return found
 
 
+def process_groups_after_each_fit(name: str, num_ranks: int) -> list[int]:
+    """How many process groups exist after the first fit of a process, the second..."""
+    counts = []
+    for _ in range(3):
+        trainer_for(name, num_ranks).fit(CASES["byte_gpt"]("sgd"), loader(num_ranks, 1))
+        counts.append(len(dist.distributed_c10d._world.pg_names))
+    return counts
+
+
 class StopAt(Callback):
     """Ends training after so many steps, and nothing else."""
 
