@@ -132,7 +132,7 @@ def attend_multihead(
         need_weights: The same.
         attn_mask: The same.
         average_attn_weights: The same; only ``True``.
-        is_causal: The same; a hint, as the mask is given, too.
+        is_causal: The same; a hint, by which the mask need not be looked at.
     """
     if need_weights and not average_attn_weights:
         raise ConfigurationError(
@@ -143,7 +143,8 @@ def attend_multihead(
     if not is_batched:
         states = [each.unsqueeze(0 if attention.batch_first else 1) for each in states]
     q, k, v = _projected(attention, borders, states)
-    mask = _merged(attn_mask, key_padding_mask, q, attention.num_heads, borders.group)
+    is_causal = is_causal and key_padding_mask is None and not need_weights  # then torch, too, needs no mask
+    mask = None if is_causal else _merged(attn_mask, key_padding_mask, q, attention.num_heads, borders.group)
     dropout = attention.dropout if attention.training else 0.0
     weights = None
     if need_weights:
@@ -152,7 +153,7 @@ def attend_multihead(
         output = shares @ v
         weights = leave(shares.sum(1), borders.group) / attention.num_heads
     else:
-        output = _attention(q, k, v, mask, dropout)
+        output = _attention(q, k, v, mask, dropout, is_causal)
     output = output.transpose(1, 2).flatten(2)
     output = output if attention.batch_first else output.transpose(0, 1)
     whole = borders.leave(F.linear(output, attention.out_proj.weight.to_local()))

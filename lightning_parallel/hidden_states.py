@@ -20,19 +20,21 @@ class Lengths:
 
     Args:
         num_ranks: How many ranks share a sequence.
+        multiple: What divides each local length.
         whole: What is known of them.
         dim: Which dimension of hidden states is the sequence.
     """
 
     num_ranks: int
+    multiple: int = 1
     whole: dict[int, int] = field(default_factory=dict)
     dim: int = 1
 
     def add(self, length: int) -> int:
         """The local length of a sequence of `length`; sequences of two lengths never get the same."""
-        local = -(-length // self.num_ranks)
+        local = -(-length // (self.num_ranks * self.multiple)) * self.multiple
         while self.whole.get(local, length) != length:
-            local += 1
+            local += self.multiple
         self.whole[local] = length
         return local
 

@@ -25,7 +25,7 @@ from lightning_parallel.precision import DtypePolicy
 from lightning_parallel.stages import holding_of
 from lightning_parallel.techniques.buffers import apply_buffer_dtype
 from lightning_parallel.techniques.compiling import apply_compile
-from lightning_parallel.techniques.context import apply_context
+from lightning_parallel.techniques.context.layers import apply_context
 from lightning_parallel.techniques.float8 import apply_float8
 from lightning_parallel.techniques.offload import build_offload_policy
 from lightning_parallel.techniques.pipeline.cut import CutStack, cut_stack
@@ -114,11 +114,8 @@ def left_over_violations(module: nn.Module, policies: Policies) -> list[str]:
     if left is None:
         return []
     before, now = left.policies, policies
-    names = [
-        name
-        for name in ("layer", "offload", "dtypes", "backward_in_step", "tensor_plan", "sequence", "pipeline")
-        if getattr(before, name) != getattr(now, name)
-    ]
+    rules = ("layer", "offload", "dtypes", "backward_in_step", "tensor_plan", "sequence", "context_attention")
+    names = [name for name in (*rules, "pipeline") if getattr(before, name) != getattr(now, name)]
     if not names:
         return []
     differences = "; ".join(f"{name}: {getattr(before, name)} before, {getattr(now, name)} now" for name in names)
@@ -164,7 +161,7 @@ def parallelize(
         lengths = _split(module, anatomy, stacks, mesh, policies) if mesh.tensor is not None else []
     with Footprint(module) as context:
         if mesh.context_group is not None:
-            lengths += apply_context(stacks, mesh.context_group)
+            lengths += apply_context(stacks, mesh.context_group, attention=policies.context_attention)
     layers = transform_layers(module, anatomy, policies.layer, buffers=policies.dtypes.buffers)
     with Footprint(module) as sharding:
         plan = _shard(module, anatomy, mesh, device, policies, init)

@@ -46,6 +46,7 @@ class Policies:
         dtypes: Dtypes of gathering and reducing.
         tensor_plan: Role of each linear map under tensor parallel, where the package should not decide.
         sequence: Whether ranks that share a matrix product also split the sequence between branches.
+        context_attention: How ranks that share a sequence share attention, ``"ulysses"`` or ``"ring"``.
         pipeline: How a stack is cut into stages, where it is.
     """
 
@@ -58,4 +59,5 @@ class Policies:
     dtypes: DtypePolicy = field(default_factory=DtypePolicy)
     tensor_plan: Mapping[str, str] | None = None
     sequence: bool = False
+    context_attention: str = "ulysses"
     pipeline: PipelinePolicy = field(default_factory=PipelinePolicy)

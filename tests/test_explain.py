@@ -67,6 +67,11 @@ def test_a_plan_of_the_model() -> None:
             "hard", "cp_custom",
             ["sequences split over 2 ranks in blocks: an attention is four all-to-alls forward, four backward"],
         ),
+        (
+            "hard", "cp_custom:context_attention=ring",
+            ["sequences split over 2 ranks in blocks: an attention sends keys and values 1 times forward, 1 times and "
+             "gradients 2 times backward"],
+        ),
         ("hard", "ddp_custom", ["DDPStrategy on 2 ranks: it has no degrees, and splits no layer"]),
         (
             "hard", "tp_custom:tensor_plan={upp: colwise}",

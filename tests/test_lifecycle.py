@@ -67,7 +67,7 @@ def test_nothing_is_left_and_another_name_goes_on(ranks: Any, first: str, second
     assert difference(found["weights"], reference["weights"]) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", [*NAMES, "pp_custom", "cp_custom:shard=auto"])
+@pytest.mark.parametrize("name", [*NAMES, "fsdp_custom:pipeline=2", "fsdp_custom:context=2"])
 def test_fitting_again_opens_no_process_groups(ranks: Any, name: str) -> None:
     """Each would keep threads and connections to the end of the process: hundreds of fits made a machine crawl."""
     for first, *later in ranks(4).run(jobs.process_groups_after_each_fit, name, 4):

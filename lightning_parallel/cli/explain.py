@@ -50,7 +50,7 @@ def explain(trainer: Trainer, module: LightningModule) -> str:
         _degrees(degrees),
         *_pipeline(module, anatomy, policies, degrees),
         *_tensor(module, anatomy, policies, degrees),
-        *_context(anatomy, degrees),
+        *_context(anatomy, policies, degrees),
     ]
     return "\n\n".join(parts)
 
@@ -99,11 +99,14 @@ def _pipeline(module: nn.Module, anatomy: Anatomy, policies: Policies, degrees: 
     return ["\n".join(lines)]
 
 
-def _context(anatomy: Anatomy, degrees: Degrees) -> list[str]:
+def _context(anatomy: Anatomy, policies: Policies, degrees: Degrees) -> list[str]:
     size = int(degrees.context)
     if size == 1:
         return []
     stacks = ", ".join(stack.path for stack in anatomy.stacks) or "no stack, so it is refused"
+    if policies.context_attention == "ring":
+        sent = f"keys and values {size - 1} times forward, {size - 1} times and gradients {size} times backward"
+        return [f"sequences split over {size} ranks in {stacks}: an attention sends {sent}"]
     return [f"sequences split over {size} ranks in {stacks}: an attention is four all-to-alls forward, four backward"]
 
 

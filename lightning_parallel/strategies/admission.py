@@ -19,6 +19,7 @@ from lightning_parallel.memory import host_memory
 from lightning_parallel.parallelize import parallelized
 from lightning_parallel.policies import LayerPolicies
 from lightning_parallel.techniques.compiling import compile_violations
+from lightning_parallel.techniques.context.attention import ATTENTIONS
 from lightning_parallel.techniques.float8 import float8_violations
 from lightning_parallel.techniques.materialize import unrecorded_meta_tensors
 from lightning_parallel.techniques.recompute import recompute_violations
@@ -139,6 +140,15 @@ def tensor_violations(degrees: Degrees, *, has_plan: bool, sequence: bool, float
             "the two"
         )
     return found
+
+
+def context_violations(degrees: Degrees, attention: str) -> list[str]:
+    """Reasons that lie in how ranks are to share attention."""
+    if attention not in ATTENTIONS:
+        return [f"context_attention={attention!r} is not known; possible: {', '.join(ATTENTIONS)}"]
+    if attention != "ulysses" and degrees.context == 1:
+        return [f"context_attention={attention!r} is for context > 1, but context=1; leave it out"]
+    return []
 
 
 def in_backward_violations(module: LightningModule, *, offloads_optimizer: bool) -> list[str]:

@@ -32,6 +32,7 @@ from lightning_parallel.precision import POLICIES, DtypePolicy, precision_violat
 from lightning_parallel.stages import unmark
 from lightning_parallel.steps import StepPolicies
 from lightning_parallel.strategies.admission import (
+    context_violations,
     forward_method_violations,
     in_backward_violations,
     layer_policy_violations,
@@ -94,6 +95,8 @@ class MeshStrategy(PipelinedStrategy):
             embedding or head.
         sequence: Whether ranks that share matrix products also split the sequence between branches, so that norms,
             dropout and residuals take memory and time once (Korthikanti et al. 2022).
+        context_attention: How ranks that share a sequence share attention: ``"ulysses"`` exchanges positions for heads,
+            ``"ring"`` sends keys and values round (Liu et al. 2023), for any number of heads, without masks.
         precision_policy: Dtypes of gathering and reducing, in place of those that belong to `Trainer(precision=...)`.
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a missing rank; seconds or a timedelta.
@@ -128,6 +131,7 @@ class MeshStrategy(PipelinedStrategy):
         float8: str | None = None,
         tensor_plan: dict[str, str] | None = None,
         sequence: bool = False,
+        context_attention: str = "ulysses",
         precision_policy: DtypePolicy | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float = default_pg_timeout,
@@ -151,6 +155,7 @@ class MeshStrategy(PipelinedStrategy):
         self._offload = offload
         self._tensor_plan = tensor_plan
         self._sequence = sequence
+        self._context_attention = context_attention
         self._precision_policy = precision_policy
         self._mesh: Mesh | None = None
         self._has_told_offload = False
@@ -188,6 +193,7 @@ class MeshStrategy(PipelinedStrategy):
                 sequence=self._sequence,
                 float8=self._layer_policies.float8,
             )
+            found += context_violations(degrees, self._context_attention)
         found += offload_violations(self._offload)
         found += layer_policy_violations(self._layer_policies, self.root_device)
         found += accumulation_violations(self._step_policies.accumulation_sync)
@@ -308,6 +314,7 @@ class MeshStrategy(PipelinedStrategy):
             dtypes=self._precision_policy or POLICIES[str(self.precision_plugin.precision)],
             tensor_plan=self._tensor_plan,
             sequence=self._sequence,
+            context_attention=self._context_attention,
             pipeline=self._pipeline_policy,
         )
 

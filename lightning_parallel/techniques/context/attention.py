@@ -1,0 +1,48 @@
+"""Attention of layers that hold parts of sequences. Layer 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from lightning_parallel import _torch
+from lightning_parallel.techniques.context import ring, ulysses
+from lightning_parallel.techniques.context.sequences import Sequences
+
+ATTENTIONS: dict[str, Callable[..., Tensor]] = {"ulysses": ulysses.attend, "ring": ring.attend}
+"""Name -> `scaled_dot_product_attention` of parts, with the sequences before its arguments."""
+
+_attention = functional.scaled_dot_product_attention
+
+
+class SplitAttention(TorchFunctionMode):
+    """While it is entered, attention is that of whole sequences, though each rank has a part.
+
+    A mode of functions sees calls under every spelling, also ``from torch.nn.functional import ...``.
+
+    Args:
+        name: How the ranks share it, of :data:`ATTENTIONS`.
+        sequences: Of which layers hold parts.
+    """
+
+    def __init__(self, name: str, sequences: Sequences) -> None:
+        super().__init__()
+        self._attend = ATTENTIONS[name]
+        self._sequences = sequences
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _attention:
+            return self._shared(*args, **(kwargs or {}))
+        if func is functional.multi_head_attention_forward:
+            with _torch.attention_replaced(self._shared):
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _shared(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls += 1
+        return self._attend(self._sequences, *args, **kwargs)

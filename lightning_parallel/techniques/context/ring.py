@@ -1,0 +1,181 @@
+"""Ring attention: queries stay, keys and values go round the ranks. Layer 2.
+
+Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers". The number of heads does not matter, fewer heads
+of keys and values are what is sent, and no rank ever holds the keys of a whole sequence. Sequences are folded
+(Grattafiori et al. 2024, "The Llama 3 Herd of Models", 3.3.2), so that ranks have equal work under a causal mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.nn.functional import scaled_dot_product_attention
+from typing_extensions import override
+
+from lightning_parallel import _torch
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.techniques.context.sequences import Sequences
+
+
+def attend(
+    sequences: Sequences,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` of parts of sequences: `[batch, heads, part, dim]`, for each argument as there.
+
+    Raises:
+        ConfigurationError: For what a ring cannot compute, with all reasons.
+    """
+    if violations := _violations(sequences, query, key, attn_mask, dropout_p, is_causal):
+        raise ConfigurationError(violations)
+    if not sequences.is_part(key.shape[2]):  # whole on every rank already, such as keys of learned slots
+        return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
+    return attend_in_ring(query, key, value, sequences.group, is_causal=is_causal, scale=scale)
+
+
+def _violations(
+    sequences: Sequences, query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, is_causal: bool
+) -> list[str]:
+    start, instead = "context_attention='ring'", "give context_attention='ulysses'"
+    if query.ndim != 4:
+        return [f"{start} needs attention over [batch, heads, length, dim], but got {tuple(query.shape)}; {instead}"]
+    if not sequences.is_part(query.shape[2]):
+        return [f"{start} needs queries that are a part of a sequence, but got {query.shape[2]} of them; {instead}"]
+    found = []
+    if mask is not None:
+        found.append(
+            f"{start} takes no mask, and attention is given one of shape {tuple(mask.shape)}: where it is causal, give "
+            f"is_causal=True; where it is of padding, leave padding out of batches, or {instead}"
+        )
+    if dropout:
+        found.append(f"{start} has no dropout of attention weights, but dropout_p is {dropout:g}; give 0, or {instead}")
+    length, pieces = sequences.whole_length(key.shape[2]), 2 * sequences.num_ranks
+    if is_causal and query.shape[2] != key.shape[2]:
+        found.append(
+            f"{start} needs as many queries as keys under is_causal, but a part has {query.shape[2]} and "
+            f"{key.shape[2]}; {instead}"
+        )
+    elif not is_causal and length % pieces and sequences.is_part(key.shape[2]):
+        below = length - length % pieces
+        found.append(
+            f"{start} without is_causal needs lengths that {pieces} divides (two pieces a rank), but got {length}: "
+            f"give {f'{below} or ' if below else ''}{below + pieces}, or {instead}"
+        )
+    return found
+
+
+@_torch.not_compiled
+def attend_in_ring(
+    query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, *, is_causal: bool, scale: float | None = None
+) -> Tensor:
+    """Attention of this rank's queries to the keys of all ranks in `group`.
+
+    Args:
+        query: `[batch, heads, part, dim]`, folded.
+        key: `[batch, heads of keys, part, dim]`, folded; their number divides that of `query`.
+        value: As `key`.
+        group: The ranks that share the sequence.
+        is_causal: Whether positions see later ones.
+        scale: Of the products; by default one over the root of `dim`.
+    """
+    attended: Tensor = _Ring.apply(query, key, value, group, is_causal, scale)
+    return attended
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(
+        context: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        group: ProcessGroup,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        block = _Block(query.shape[1] // key.shape[1], query.shape[3] ** -0.5 if scale is None else scale)
+        output, sums = _torch.ring_attention(block.forward, query, key, value, group, is_causal=is_causal)
+        context.save_for_backward(query, key, value, output, sums)
+        context.block, context.group, context.is_causal = block, group, is_causal
+        return output
+
+    @staticmethod
+    @override
+    @once_differentiable
+    def backward(context: Any, *gradients: Any) -> Any:
+        found = _torch.ring_attention_backward(
+            context.block.backward, gradients[0], context.saved_tensors, context.group, is_causal=context.is_causal
+        )
+        return *found, None, None, None
+
+
+class _Block:
+    """Attention of some queries to some keys, with the logarithms of the sums by which blocks are merged.
+
+    Args:
+        repeats: Heads of queries for each head of keys.
+        scale: Of the products.
+    """
+
+    def __init__(self, repeats: int, scale: float) -> None:
+        self._repeats = repeats
+        self._scale = scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+        key, value = (each.repeat_interleave(self._repeats, 1) for each in (key, value))
+        if _torch.has_flash_attention(query, value):
+            return _torch.flash_attention(query, key, value, is_causal=is_causal, scale=self._scale)
+        scores = self._scores(query, key, is_causal=is_causal)
+        return scores.softmax(-1).to(value.dtype) @ value, scores.logsumexp(-1)
+
+    def backward(
+        self,
+        *,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values, given `out` and `logsumexp` over all blocks of a row."""
+        keys, values = (each.repeat_interleave(self._repeats, 1) for each in (key, value))
+        if _torch.has_flash_attention(query, value):
+            found = _torch.flash_attention_backward(
+                grad_out, query, keys, values, out, logsumexp, is_causal=is_causal, scale=self._scale
+            )
+        else:
+            found = self._gradients(grad_out, query, keys, values, out, logsumexp, is_causal=is_causal)
+        grad_query, *others = found
+        grad_key, grad_value = (each.unflatten(1, (-1, self._repeats)).sum(2) for each in others)
+        return grad_query, grad_key, grad_value
+
+    def _scores(self, query: Tensor, key: Tensor, *, is_causal: bool) -> Tensor:
+        scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * self._scale
+        if not is_causal:
+            return scores
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        return scores.masked_fill(later, float("-inf"))
+
+    def _gradients(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, *, is_causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weights = (self._scores(query, key, is_causal=is_causal) - sums.unsqueeze(-1)).exp()
+        of_weights = (gradient @ value.transpose(-1, -2)).to(weights.dtype)
+        of_rows = (gradient * out).sum(-1, keepdim=True, dtype=weights.dtype)
+        of_scores = (weights * (of_weights - of_rows) * self._scale).to(query.dtype)
+        weights = weights.to(query.dtype)
+        return of_scores @ key, of_scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ gradient

@@ -1,0 +1,66 @@
+"""How sequences are cut into the parts of ranks, and joined again. Layer 2."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from lightning_parallel.exchange import gather, padded, split
+from lightning_parallel.hidden_states import Lengths
+
+
+class Sequences:
+    """What the layers of one stack share: the ranks, and how the sequences are cut that run through it now.
+
+    Args:
+        group: The ranks that share a sequence.
+        folds: Whether a rank's part is two pieces, one as far from the beginning as the other from the end. Under a
+            causal mask, all ranks then have the same work.
+    """
+
+    def __init__(self, group: ProcessGroup, *, folds: bool = False) -> None:
+        self.group = group
+        self.num_ranks = group.size()
+        self.rank = group.rank()
+        self.folds = folds
+        self.lengths = Lengths(self.num_ranks, multiple=2 if folds else 1)
+
+    @property
+    def dim(self) -> int:
+        """Which dimension of hidden states is the sequence."""
+        return self.lengths.dim
+
+    def is_part(self, length: int) -> bool:
+        """Whether something of `length` is a part of a sequence that was cut."""
+        return length in self.lengths.whole
+
+    def whole_length(self, length: int) -> int:
+        """The length of the sequence of which a part has `length`; `length` itself where nothing was cut."""
+        return self.lengths.whole.get(length, length)
+
+    def cut(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of `whole` along `dim`, padded with zeros."""
+        local = self.lengths.add(whole.shape[dim])
+        if self.folds:
+            whole = _folded(padded(whole, dim, local * self.num_ranks), dim, self.num_ranks)
+        return split(whole, dim, local, self.group)
+
+    def join(self, part: Tensor, dim: int) -> Tensor:
+        """The parts of all ranks along `dim`, without padding. An all-gather."""
+        length = self.whole_length(part.shape[dim])
+        if not self.folds:
+            return gather(part, dim, length, self.group)
+        whole = gather(part, dim, part.shape[dim] * self.num_ranks, self.group)
+        return _unfolded(whole, dim, self.num_ranks).narrow(dim, 0, length)
+
+
+def _folded(whole: Tensor, dim: int, num_ranks: int) -> Tensor:
+    """Pieces 0 to 2n - 1 in the order 0, 2n - 1, 1, 2n - 2...: the part of rank r is pieces r and 2n - 1 - r."""
+    pieces = whole.chunk(2 * num_ranks, dim)
+    return torch.cat([pieces[i] for rank in range(num_ranks) for i in (rank, 2 * num_ranks - 1 - rank)], dim)
+
+
+def _unfolded(whole: Tensor, dim: int, num_ranks: int) -> Tensor:
+    pieces = whole.chunk(2 * num_ranks, dim)
+    return torch.cat([*pieces[0::2], *reversed(pieces[1::2])], dim)
