@@ -29,7 +29,7 @@ from lightning_parallel.techniques.context.layers import apply_context
 from lightning_parallel.techniques.float8 import apply_float8
 from lightning_parallel.techniques.offload import build_offload_policy
 from lightning_parallel.techniques.pipeline.cut import CutStack, cut_stack
-from lightning_parallel.techniques.pipeline.placement import Positions
+from lightning_parallel.techniques.pipeline.placement import Placement
 from lightning_parallel.techniques.recompute import apply_recompute, parse_recompute
 from lightning_parallel.techniques.replicate import synchronize_module
 from lightning_parallel.techniques.sharding import (
@@ -132,7 +132,7 @@ def parallelize(
     device: torch.device,
     policies: Policies,
     init: InitRecord | None = None,
-    positions: Positions | None = None,
+    placement: Placement | None = None,
 ) -> Parallelized:
     """Make `module` parallel in place. Needs the process group; a collective.
 
@@ -142,7 +142,7 @@ def parallelize(
         device: This rank's device.
         policies: How.
         init: How to make the tensors that are on the meta device.
-        positions: Where in a step of a pipeline each parameter is used, once that is known.
+        placement: What a look at a step of a pipeline has shown, once there was one.
 
     Raises:
         ConfigurationError: For tensors that cannot be made, and for parameters whose gradients nobody reduces.
@@ -151,7 +151,7 @@ def parallelize(
     anatomy = find_layers(module, policies.layer.layers)
     with Footprint(module) as pipeline:
         groups = {"group": mesh.pipeline_group, "host_group": mesh.pipeline_host_group}
-        cut = cut_stack(module, anatomy, policies.pipeline, **groups, positions=positions)
+        cut = cut_stack(module, anatomy, policies.pipeline, **groups, placement=placement)
     anatomy = anatomy if cut is None else cut.local(anatomy)
     stacks = [[(path, module.get_submodule(path)) for path in stack.layers] for stack in anatomy.stacks]
     with Footprint(module) as tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -47,6 +47,11 @@ class StagePlan:
         return self.ends[-1]
 
     @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of layers of each stage."""
+        return tuple(len(self.layers_of(stage)) for stage in range(self.num_stages))
+
+    @property
     def last(self) -> int:
         """The number of the last stage."""
         return self.num_stages - 1
@@ -74,20 +79,43 @@ class StagePlan:
         return tuple(dict.fromkeys(self.rank_of(stage) for stage in sorted({self.stage_at(p) for p in positions})))
 
 
-def balanced(layers: Sequence[int], num_stages: int, *, first: int, last: int) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class StepCosts:
+    """What stages are balanced by: numbers of parameters, or microseconds.
+
+    Args:
+        layers: Of each layer.
+        first: Of what the first stage has besides its layers.
+        last: The same of the last stage.
+    """
+
+    layers: tuple[int, ...]
+    first: int
+    last: int
+
+    def largest(self, counts: Sequence[int]) -> int:
+        """The cost of the largest of stages that have so many layers."""
+        sums = [0, *accumulate(self.layers)]
+        ends = [0, *accumulate(counts)]
+        stages = [sums[end] - sums[begin] for begin, end in pairwise(ends)]
+        stages[0] += self.first
+        stages[-1] += self.last
+        return max(stages)
+
+
+def balanced(costs: StepCosts, num_stages: int) -> tuple[int, ...]:
     """Numbers of layers for each stage, such that the largest stage is as small as it can be.
 
     Args:
-        layers: The size of each layer.
+        costs: Of each layer, and of what is around them.
         num_stages: How many stages; not more than layers.
-        first: The size of what the first stage has besides its layers.
-        last: The same of the last stage.
     """
-    sums = [0, *accumulate(layers)]
-    count = len(layers)
+    sums = [0, *accumulate(costs.layers)]
+    count = len(costs.layers)
 
     def size(begin: int, end: int, stage: int) -> int:
-        return sums[end] - sums[begin] + (first if stage == 0 else 0) + (last if stage == num_stages - 1 else 0)
+        around = (costs.first if stage == 0 else 0) + (costs.last if stage == num_stages - 1 else 0)
+        return sums[end] - sums[begin] + around
 
     # best[end] = the smallest possible largest stage, when the stages so far have the layers before `end`, and the cut
     # of its last stage. Among equals the later cut: early stages have more microbatches in flight.

@@ -22,7 +22,7 @@ from torchmetrics import CatMetric, MeanMetric
 from lightning_parallel import ConfigurationError, build_strategy, full_state_dict
 from lightning_parallel.callbacks import GradientNorm
 from lightning_parallel.ghosts import is_ghost
-from lightning_parallel.stages import balanced
+from lightning_parallel.stages import StepCosts, balanced
 from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch, merge_outputs
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 from lightning_parallel.techniques.sharding import is_sharded
@@ -699,10 +699,10 @@ def test_what_cannot_be_pipelined_is_refused(
 
 
 def test_balance() -> None:
-    assert balanced([10] * 8, 2, first=0, last=0) == (4, 4)
-    assert balanced([10] * 8, 2, first=40, last=0) == (2, 6)
-    assert balanced([10] * 6, 3, first=10, last=30) == (2, 3, 1)
-    assert balanced([10, 10], 2, first=900, last=0) == (1, 1)
+    assert balanced(StepCosts((10,) * 8, 0, 0), 2) == (4, 4)
+    assert balanced(StepCosts((10,) * 8, 40, 0), 2) == (2, 6)
+    assert balanced(StepCosts((10,) * 6, 10, 30), 3) == (2, 3, 1)
+    assert balanced(StepCosts((10, 10), 900, 0), 2) == (1, 1)
 
 
 @pytest.mark.parametrize(("size", "expected"), [(8, 4), (12, 4), (6, 3), (2, 2)], ids=lambda value: str(value))

@@ -13,7 +13,7 @@ from lightning_parallel.layer_trace import is_transposed, linear_maps
 from lightning_parallel.layers import Anatomy, Stack, find_layers
 from lightning_parallel.strategies.mesh import MeshStrategy
 from lightning_parallel.techniques.pipeline.cut import cut_violations
-from lightning_parallel.techniques.pipeline.placement import plan_stages, positions_by_registration
+from lightning_parallel.techniques.pipeline.placement import Placement, plan_stages, positions_by_registration
 from lightning_parallel.techniques.pipeline.schedules import pipeline_violations
 from lightning_parallel.tensor_plan import TensorPlan, plan_tensor
 
@@ -84,7 +84,7 @@ def _pipeline(module: nn.Module, anatomy: Anatomy, policies: Policies, degrees: 
         return ["\n".join([f"pipeline={size} is refused", *(f"  {violation}" for violation in violations)])]
     (stack,) = anatomy.stacks
     positions = positions_by_registration(module, anatomy)
-    plan = plan_stages(module, anatomy, positions, policy, size)
+    plan = plan_stages(module, anatomy, Placement(positions), policy, size)
     lines = [f"pipeline over {size} ranks, schedule {policy.schedule}, microbatches {policy.microbatches}"]
     for stage in range(plan.num_stages):
         layers = plan.layers_of(stage)

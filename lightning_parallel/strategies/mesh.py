@@ -49,7 +49,7 @@ from lightning_parallel.strategies.pipelining_admission import pipelined_module_
 from lightning_parallel.strategies.precision import sharded_precision
 from lightning_parallel.techniques.accumulation import accumulation_violations
 from lightning_parallel.techniques.offload import offload_violations
-from lightning_parallel.techniques.pipeline.placement import Positions
+from lightning_parallel.techniques.pipeline.placement import Placement
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy, pipeline_violations
 from lightning_parallel.techniques.sharding import abandon_step
 
@@ -87,7 +87,8 @@ class MeshStrategy(PipelinedStrategy):
             ``"zbv"`` or ``"dualpipev"``.
         microbatches: Parts into which a pipeline cuts the batch of a rank; ``"auto"`` is the largest divisor of its
             size that is at most twice the number of stages.
-        stages: Numbers of layers of the pipeline stages, such as ``[3, 5]``; ``"auto"`` balances parameters.
+        stages: Numbers of layers of the pipeline stages, such as ``[3, 5]``; ``"auto"`` balances parameters, ``"time"``
+            the time that layers take, as measured before the first training step.
         virtual_stages: Pipeline stages of each rank, with ``schedule="interleaved"``.
         float8: Recipe of the stacks' linear maps, ``"tensorwise"`` or ``"rowwise"``; needs the extra ``float8``.
         tensor_plan: How linear maps are split under ``tensor``, where the package should not decide: the end of a
@@ -126,7 +127,7 @@ class MeshStrategy(PipelinedStrategy):
         optimizer_in_backward: bool = False,
         schedule: str = "1f1b",
         microbatches: int | Literal["auto"] = "auto",
-        stages: list[int] | Literal["auto"] = "auto",
+        stages: list[int] | Literal["auto", "time"] = "auto",
         virtual_stages: int = 1,
         float8: str | None = None,
         tensor_plan: dict[str, str] | None = None,
@@ -292,7 +293,7 @@ class MeshStrategy(PipelinedStrategy):
         self._steps.adopt(self._training_optimizers)
         self._attach_pipeline()
 
-    def _parallelize(self, module: LightningModule, positions: Positions | None = None) -> Parallelized:
+    def _parallelize(self, module: LightningModule, placement: Placement | None = None) -> Parallelized:
         if self._offload != "none" and self.root_device.type == "cpu" and not self._has_told_offload:
             self._has_told_offload = True
             rank_zero_info("offload: the device is the host, so there is nothing to offload; sharding only")
@@ -300,8 +301,8 @@ class MeshStrategy(PipelinedStrategy):
         assert converted is module
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
-        record = self._deferral.record if positions is None else None
-        return parallelize(module, self.mesh, self.root_device, self._policies(module), record, positions)
+        record = self._deferral.record if placement is None else None
+        return parallelize(module, self.mesh, self.root_device, self._policies(module), record, placement)
 
     def _policies(self, module: LightningModule) -> Policies:
         return Policies(

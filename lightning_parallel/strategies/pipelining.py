@@ -19,7 +19,7 @@ from lightning_parallel.errors import check
 from lightning_parallel.ghosts import ghosts_in, name_sources
 from lightning_parallel.parallelize import Parallelized
 from lightning_parallel.randomness import RandomState, seed_generators, seed_of_part
-from lightning_parallel.stages import broadcast_object
+from lightning_parallel.stages import StepCosts, balanced, broadcast_object
 from lightning_parallel.steps import PipelinedSteps
 from lightning_parallel.strategies.step_logs import StepLogs
 from lightning_parallel.strategies.step_metrics import StepMetrics
@@ -27,13 +27,16 @@ from lightning_parallel.techniques.pipeline.execution import Execution, evaluati
 from lightning_parallel.techniques.pipeline.gradients import GradientsOfStep
 from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch, merge_outputs
 from lightning_parallel.techniques.pipeline.passage import StageExit
-from lightning_parallel.techniques.pipeline.placement import Positions, corrected, trace_positions
+from lightning_parallel.techniques.pipeline.placement import Placement, Positions, corrected, trace_positions
+from lightning_parallel.techniques.pipeline.rehearsal import unchanged
+from lightning_parallel.techniques.pipeline.timing import ROUNDS, StepClock, is_worth_moving
 from lightning_parallel.techniques.sharding import gather_while_running
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 TRAINING = "training_step"
+_TIMES = "the time of layers"
 
 
 class PipelinedModule:
@@ -45,7 +48,7 @@ class PipelinedModule:
         steps: What happens around its steps.
         device: This rank's device.
         loss_scale: By what losses are multiplied before backward.
-        place_again: Takes where parameters are used, if that is not where they are; it replaces this object.
+        place_again: Takes what a look at a step has shown, if the module has to be cut anew; it replaces this object.
     """
 
     def __init__(
@@ -56,26 +59,27 @@ class PipelinedModule:
         *,
         device: torch.device,
         loss_scale: Callable[[], float],
-        place_again: Callable[[Positions], PipelinedModule],
+        place_again: Callable[[Placement], PipelinedModule],
     ) -> None:
         assert parallelized.cut is not None
         self._module = module
         self._cut = parallelized.cut
+        self._all_ranks = parallelized.mesh.host_group
         self._steps = steps
         self._device = device
         self._loss_scale = loss_scale
         self._place_again = place_again
         self._rank = self._cut.group.rank()
         self._last_rank = self._cut.plan.rank_of(self._cut.plan.last)
-        self._traced: set[str] = set()
+        self._looked_at: set[str] = set()
         self._usual_size: int | None = None
         self._num_evaluated = 0
         self._own: dict[str, Any] = {}
         self._microsteps: dict[str, _Microstep] = {}
 
-    def attach(self, names: list[str], traced: set[str] | None = None) -> None:
-        """Stand in for the step methods `names`, of which those in `traced` need no second look."""
-        self._traced = traced or set()
+    def attach(self, names: list[str], looked_at: set[str] | None = None) -> None:
+        """Stand in for the step methods `names`, of which those in `looked_at` need no second look."""
+        self._looked_at = looked_at or set()
         for name in names:
             self._own[name] = self._module.__dict__.get(name)
             microstep = _Microstep(getattr(self._module, name), self._cut.passage.check_end)
@@ -86,22 +90,20 @@ class PipelinedModule:
             self._module.__dict__[name] = run
 
     def detach(self) -> set[str]:
-        """Give the module its own methods back; returns those that were traced."""
+        """Give the module its own methods back; returns what was looked at."""
         for name, own in self._own.items():
             self._module.__dict__.pop(name, None)
             if own is not None:
                 self._module.__dict__[name] = own
-        return self._traced
+        return self._looked_at
 
     def run(self, name: str, batch: Any, *args: Any) -> Any:
         """The step `name` on a whole batch. A collective of the pipeline."""
         size = batch_size_of(batch)
         count = self._count(name, size)
         parts = cut_batch(batch, size, count)
-        if name not in self._traced:
-            self._traced.add(name)
-            if (positions := self._misplaced(name, parts[0], args)) is not None:
-                return self._place_again(positions).run(name, batch, *args)
+        if (placement := self._better_placement(name, parts[0], args)) is not None:
+            return self._place_again(placement).run(name, batch, *args)
         if name == TRAINING:
             seed = _next_seed()
             with _unchanged_numbers(self._device):
@@ -165,15 +167,18 @@ class PipelinedModule:
             outputs[microbatch] = tree_map(_detached, output)
             return loss_of(output) if loss_of is not None else None
 
-        Execution(
+        self._execution(forward).run(actions)
+        return self._share([outputs[index] for index in sorted(outputs)], logs, metrics, part_size)
+
+    def _execution(self, forward: Callable[[int, int, Tensor | None], Tensor | None]) -> Execution:
+        return Execution(
             self._cut.plan,
             group=self._cut.group,
             host_group=self._cut.host_group,
             device=self._device,
             forward=forward,
             before_backward=self._steps.before_microbatch_backward,
-        ).run(actions)
-        return self._share([outputs[index] for index in sorted(outputs)], logs, metrics, part_size)
+        )
 
     def _share(self, outputs: list[Any], logs: StepLogs, metrics: StepMetrics, part_size: int) -> Any:
         """The output of the whole batch on all ranks, and its logs replayed there. A collective of the pipeline."""
@@ -187,18 +192,47 @@ class PipelinedModule:
             return own
         return tree_map(lambda value: value.to(self._device) if isinstance(value, Tensor) else value, output)
 
-    # Where parameters are used ----------------------------------------------------------------------------------
+    # How the module is to be cut --------------------------------------------------------------------------------
+
+    def _better_placement(self, name: str, part: Any, args: Any) -> Placement | None:
+        """What a first look at the step shows, if the module has to be cut anew for it. A collective."""
+        if name not in self._looked_at:
+            self._looked_at.add(name)
+            if (positions := self._misplaced(name, part, args)) is not None:
+                return Placement(positions, self._cut.placement.costs)
+        if name == TRAINING and self._cut.policy.stages == "time" and _TIMES not in self._looked_at:
+            self._looked_at.add(_TIMES)
+            costs, plan = self._measured(part, args), self._cut.plan
+            if is_worth_moving(costs, plan.counts, balanced(costs, plan.num_stages)):
+                return Placement(self._cut.placement.positions, costs)
+        return None
 
     def _misplaced(self, name: str, part: Any, args: Any) -> Positions | None:
         """Where parameters are used, unless each stage has what it uses already."""
         with _unchanged_numbers(self._device), StepLogs(self._module).of(0), _torch.slow_attention():
             traced = trace_positions(self._module, self._cut.passage, lambda: self._traced_step(name, part, args))
-        return corrected(self._cut.positions, traced, self._cut.plan, is_first=len(self._traced) == 1)
+        return corrected(self._cut.placement.positions, traced, self._cut.plan, is_first=len(self._looked_at) == 1)
 
     def _traced_step(self, name: str, part: Any, args: Any) -> None:
         output = self._microsteps[name].step(part, *args)
         if name == TRAINING:
             _loss_in(output)
+
+    def _measured(self, part: Any, args: Any) -> StepCosts:
+        """What layers take in a training step on a microbatch, without backward. A collective."""
+        clock = StepClock(self._cut.plan, self._device)
+
+        def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor | None:
+            torch.clear_autocast_cache()
+            with clock.of_stage(stage), self._cut.passage.open(stage, received, clock=clock):
+                output = self._microsteps[TRAINING].run(part, *args)
+            return output if stage != self._cut.plan.last else None
+
+        with _unchanged_numbers(self._device), unchanged(self._module), torch.no_grad(), _torch.slow_attention():
+            for _ in range(ROUNDS):
+                with StepLogs(self._module).of(0):
+                    self._execution(forward).run(evaluation_actions(self._cut.plan, 1, self._rank))
+        return clock.costs(self._all_ranks)
 
 
 def loss_scale(precision: Precision) -> float:

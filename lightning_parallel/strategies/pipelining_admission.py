@@ -10,7 +10,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_parallel.degrees import Degrees
 from lightning_parallel.parallelize import Parallelized
-from lightning_parallel.techniques.pipeline.placement import Positions
+from lightning_parallel.stages import balanced
+from lightning_parallel.techniques.pipeline.placement import Placement
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -54,14 +55,20 @@ def pipelined_module_violations(module: LightningModule) -> list[str]:
 
 
 def misplaced_violations(
-    module: LightningModule, parallelized: Parallelized, positions: Positions, *, is_too_large: bool
+    module: LightningModule, parallelized: Parallelized, placement: Placement, *, is_too_large: bool
 ) -> list[str]:
     """Why parameters that are used elsewhere than their registration says cannot be moved; empty if they can."""
     if not is_too_large:
         return []
     assert parallelized.cut is not None
-    before = parallelized.cut.positions
-    names = [name for name, where in positions.items() if where != before[name]]
+    before = parallelized.cut.placement.positions
+    names = [name for name, where in placement.positions.items() if where != before[name]]
+    if not names and placement.costs is not None:
+        stages = list(balanced(placement.costs, parallelized.cut.plan.num_stages))
+        return [
+            f"stages='time' needs the whole module on a rank once, and {type(module).__name__} is too large for that; "
+            f"give what was measured, stages={stages}, or 'auto'"
+        ]
     return [
         f"{type(module).__name__} registers {len(names)} parameters on the other side of the layer stack than where a "
         f"step uses them ({', '.join(names[:4])}), and it is too large to be put together and cut again; register them "

@@ -12,7 +12,7 @@ from lightning_parallel.layers import Anatomy
 from lightning_parallel.stages import Holding, StagePlan, mark
 from lightning_parallel.techniques.pipeline.passage import Passage, apply_passage
 from lightning_parallel.techniques.pipeline.placement import (
-    Positions,
+    Placement,
     hold,
     plan_stages,
     positions_by_registration,
@@ -29,7 +29,7 @@ class CutStack:
         policy: How it was cut.
         plan: Which layers are which stage, and where.
         passage: The way of a step through it.
-        positions: Where in a step each parameter is used.
+        placement: Where in a step each parameter is used, and what layers take, if that is known.
         holdings: Which ranks hold it for that.
         group: The ranks that share the stack.
         host_group: The same, for host memory.
@@ -38,7 +38,7 @@ class CutStack:
     policy: PipelinePolicy
     plan: StagePlan
     passage: Passage
-    positions: Positions
+    placement: Placement
     holdings: dict[str, Holding]
     group: ProcessGroup
     host_group: ProcessGroup
@@ -81,7 +81,7 @@ def cut_stack(
     *,
     group: ProcessGroup | None,
     host_group: ProcessGroup | None,
-    positions: Positions | None = None,
+    placement: Placement | None = None,
 ) -> CutStack | None:
     """Plan the stages of the whole `module`, and let its layers be called through a `Passage`. No collective.
 
@@ -91,14 +91,14 @@ def cut_stack(
         policy: How to cut.
         group: The ranks that share the stack; with ``None``, nothing is cut.
         host_group: The same, for host memory.
-        positions: Where parameters are used, if a step was traced; otherwise, by their order of registration.
+        placement: What a look at a step has shown; otherwise, parameters are where their registration says.
     """
     if group is None or host_group is None:
         return None
-    if positions is None:
-        positions = positions_by_registration(module, anatomy)
-    plan = plan_stages(module, anatomy, positions, policy, group.size())
+    if placement is None:
+        placement = Placement(positions_by_registration(module, anatomy))
+    plan = plan_stages(module, anatomy, placement, policy, group.size())
     layers = [(path, module.get_submodule(path)) for path in anatomy.layers]
     passage = apply_passage(layers, plan)
-    holdings = hold(module, positions, plan, group=group, host_group=host_group)
-    return CutStack(policy, plan, passage, positions, holdings, group, host_group)
+    holdings = hold(module, placement.positions, plan, group=group, host_group=host_group)
+    return CutStack(policy, plan, passage, placement, holdings, group, host_group)

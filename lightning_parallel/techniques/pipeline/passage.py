@@ -24,6 +24,7 @@ from lightning_parallel.hidden_states import hidden_in, with_hidden
 from lightning_parallel.randomness import seed_generators, seed_of_part
 from lightning_parallel.stages import BEFORE_THE_STACK, StagePlan
 from lightning_parallel.techniques.pipeline.rehearsal import unchanged
+from lightning_parallel.techniques.pipeline.timing import StepClock
 
 _REMEMBERED = 4096
 """How many results of layers of other stages are remembered: shapes only, about a kilobyte each."""
@@ -57,6 +58,7 @@ class Passage:
         self._is_open = False
         self._received: Tensor | None = None
         self._seed: int | None = None
+        self._clock: StepClock | None = None
         self._handed_on: dict[Any, Any] = {}
         self._watch: Watch | None = None
         self.is_in_layer = False
@@ -82,20 +84,27 @@ class Passage:
             self._handed_on.clear()
 
     @contextlib.contextmanager
-    def open(self, stage: int | None, received: Tensor | None = None, seed: int | None = None) -> Iterator[None]:
+    def open(
+        self,
+        stage: int | None,
+        received: Tensor | None = None,
+        seed: int | None = None,
+        clock: StepClock | None = None,
+    ) -> Iterator[None]:
         """In here, a step is that of `stage`; with ``None``, no layer is run and all hand on ghosts.
 
         Args:
             stage: The stage's number.
             received: What the stage before left its step with.
             seed: Of the random numbers that layers draw.
+            clock: What times layers.
         """
-        self._stage, self._received, self._seed = stage, received, seed
+        self._stage, self._received, self._seed, self._clock = stage, received, seed, clock
         self.position, self._is_open, self.is_in_layer = BEFORE_THE_STACK, True, False
         try:
             yield
         finally:
-            self._is_open, self._received = False, None
+            self._is_open, self._received, self._clock = False, None, None
 
     def has(self, name: str) -> bool:
         """Whether a parameter is one of a layer."""
@@ -137,7 +146,8 @@ class Passage:
             args, kwargs = with_hidden(self._received, args, kwargs)
         if ghosts := ghosts_in((args, kwargs)):
             raise ConfigurationError([self._foreign(index, ghosts)])
-        with _own_stream(self._seed, index, is_needed=layer.training and torch.is_grad_enabled()):
+        timed = contextlib.nullcontext() if self._clock is None else self._clock.of_layer(index)
+        with timed, _own_stream(self._seed, index, is_needed=layer.training and torch.is_grad_enabled()):
             return run(*args, **kwargs)
 
     def _hand_on(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,13 +20,26 @@ from torch import Tensor, nn
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.ghosts import GhostReadError, ghost_parameter
 from lightning_parallel.layers import Anatomy
-from lightning_parallel.stages import BEFORE_THE_STACK, Holding, StagePlan, balanced
+from lightning_parallel.stages import BEFORE_THE_STACK, Holding, StagePlan, StepCosts, balanced
 from lightning_parallel.techniques.pipeline.passage import Passage, StageExit
 from lightning_parallel.techniques.pipeline.rehearsal import unchanged
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
 Positions = dict[str, frozenset[int]]
 """Name of a parameter or buffer -> where in a step it is used (see `BEFORE_THE_STACK`)."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a look at a step has shown, by which a module is cut anew.
+
+    Args:
+        positions: Where each parameter is used.
+        costs: What layers take, if that was measured.
+    """
+
+    positions: Positions
+    costs: StepCosts | None = None
 
 
 def positions_by_registration(module: nn.Module, anatomy: Anatomy) -> Positions:
@@ -47,22 +62,25 @@ def positions_by_registration(module: nn.Module, anatomy: Anatomy) -> Positions:
 
 
 def plan_stages(
-    module: nn.Module, anatomy: Anatomy, positions: Positions, policy: PipelinePolicy, num_ranks: int
+    module: nn.Module, anatomy: Anatomy, placement: Placement, policy: PipelinePolicy, num_ranks: int
 ) -> StagePlan:
     """Cut the stack of `module` into stages; changes nothing."""
-    (stack,) = anatomy.stacks
-    if policy.stages != "auto":
-        counts = tuple(policy.stages)
+    if isinstance(policy.stages, str):
+        costs = placement.costs or _parameter_counts(module, anatomy, placement.positions)
+        counts = balanced(costs, policy.num_stages(num_ranks))
     else:
-        sizes = [sum(p.numel() for p in module.get_submodule(path).parameters()) for path in stack.layers]
-        outside: dict[int, int] = defaultdict(int)
-        for name, parameter in module.named_parameters():
-            for position in positions[name]:
-                outside[position] += parameter.numel()
-        first, last = outside[BEFORE_THE_STACK], outside[len(sizes) - 1] - sizes[-1]
-        counts = balanced(sizes, policy.num_stages(num_ranks), first=first, last=last)
-    ends = tuple(sum(counts[: index + 1]) for index in range(len(counts)))
-    return StagePlan(num_ranks, ends, is_v=policy.is_v)
+        counts = tuple(policy.stages)
+    return StagePlan(num_ranks, tuple(accumulate(counts)), is_v=policy.is_v)
+
+
+def _parameter_counts(module: nn.Module, anatomy: Anatomy, positions: Positions) -> StepCosts:
+    (stack,) = anatomy.stacks
+    sizes = tuple(sum(p.numel() for p in module.get_submodule(path).parameters()) for path in stack.layers)
+    outside: dict[int, int] = defaultdict(int)
+    for name, parameter in module.named_parameters():
+        for position in positions[name]:
+            outside[position] += parameter.numel()
+    return StepCosts(sizes, first=outside[BEFORE_THE_STACK], last=outside[len(sizes) - 1] - sizes[-1])
 
 
 def hold(module: nn.Module, positions: Positions, plan: StagePlan, **groups: Any) -> dict[str, Holding]:

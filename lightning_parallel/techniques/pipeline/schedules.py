@@ -19,13 +19,13 @@ class PipelinePolicy:
     Args:
         schedule: One of `SCHEDULES`.
         microbatches: Parts of a rank's batch; ``"auto"`` is the largest divisor that is at most twice the stages.
-        stages: Layers of each stage; ``"auto"`` balances parameters.
+        stages: Layers of each stage; ``"auto"`` balances parameters, ``"time"`` what layers take.
         virtual_stages: Stages of each rank.
     """
 
     schedule: str = "1f1b"
     microbatches: int | Literal["auto"] = "auto"
-    stages: Sequence[int] | Literal["auto"] = "auto"
+    stages: Sequence[int] | Literal["auto", "time"] = "auto"
     virtual_stages: int = 1
 
     @property
@@ -114,7 +114,7 @@ def pipeline_violations(policy: PipelinePolicy, num_ranks: int) -> list[str]:
 def stack_length_violations(policy: PipelinePolicy, num_ranks: int, num_layers: int, path: str) -> list[str]:
     """Why a stack of `num_layers` layers cannot be cut as `policy` says; empty if it can."""
     stages = policy.num_stages(num_ranks)
-    if policy.stages != "auto" and sum(policy.stages) != num_layers:
+    if not isinstance(policy.stages, str) and sum(policy.stages) != num_layers:
         return [
             f"stages={list(policy.stages)} are {sum(policy.stages)} layers, but {path} has {num_layers}; give {stages} "
             f"numbers with sum {num_layers}, or 'auto'"
@@ -150,11 +150,11 @@ def _count_violations(policy: PipelinePolicy, num_ranks: int) -> list[str]:
 
 def _stage_violations(policy: PipelinePolicy, num_ranks: int) -> list[str]:
     given, stages = policy.stages, policy.num_stages(num_ranks)
-    if given == "auto":
+    if given in ("auto", "time"):
         return []
     numbers = [] if isinstance(given, str) else list(given)
     if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in numbers):
-        return [f"stages={given!r} are not numbers of layers of at least 1; give {stages} of them, or 'auto'"]
+        return [f"stages={given!r} are not numbers of layers of at least 1; give {stages} of them, 'auto' or 'time'"]
     if len(numbers) != stages:
         return [f"stages={numbers} are {len(numbers)} stages, but there are {stages}; give {stages} numbers, or 'auto'"]
     return []
