@@ -636,3 +636,38 @@ def flash_attention_backward(
         )
     grad_query, grad_key, grad_value = gradients
     return grad_query, grad_key, grad_value
+
+
+@contextlib.contextmanager
+def checkpoints_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """In here, what `torch.utils.checkpoint.checkpoint` is to run, now and again in backward, is ``wrap(function)``.
+
+    `CheckpointFunction`, since 1.0, and `_checkpoint_without_reentrant_generator`, since 2.1, which `checkpoint` looks
+    up in its module; the function itself may have been imported anywhere.
+    """
+    from torch.utils import checkpoint as module
+
+    checkpoint: Any = module
+    reentrant, generator = checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator
+
+    def apply(function: Callable[..., Any], *args: Any) -> Any:
+        return reentrant.apply(wrap(function), *args)
+
+    def without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return generator(wrap(function), *args, **kwargs)
+
+    checkpoint.CheckpointFunction = SimpleNamespace(apply=apply)
+    checkpoint._checkpoint_without_reentrant_generator = without_reentrant
+    try:
+        yield
+    finally:
+        checkpoint.CheckpointFunction = reentrant
+        checkpoint._checkpoint_without_reentrant_generator = generator
+
+
+def is_in_backward() -> bool:
+    """Whether this runs in a backward, such as what is computed again.
+
+    `torch._C._current_graph_task_id`, since 2.1; no public spelling.
+    """
+    return torch._C._current_graph_task_id() != -1

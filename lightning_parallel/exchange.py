@@ -39,6 +39,13 @@ def exchange(states: Tensor, scatter: int, gather: int, group: ProcessGroup) -> 
     return result
 
 
+@_torch.not_compiled
+def same(whole: Tensor, group: ProcessGroup) -> Tensor:
+    """`whole`, of which each rank uses something else; backward averages over the ranks, an all-reduce."""
+    result: Tensor = _Same.apply(whole, group)
+    return result
+
+
 class PartOfWhole(torch.autograd.Function):
     """This rank's part of a tensor that is equal on all. Backward is an all-gather."""
 
@@ -81,6 +88,19 @@ class _Gather(Rejoin):
     def backward(context: Any, *gradients: Any) -> Any:
         part, *others = Rejoin.backward(context, *gradients)
         return part * context.group.size(), *others
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, whole: Tensor, group: ProcessGroup) -> Tensor:
+        context.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        gradient = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=context.group)
+        return gradient / context.group.size(), None
 
 
 class _Exchange(torch.autograd.Function):

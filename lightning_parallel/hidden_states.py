@@ -23,17 +23,22 @@ class Lengths:
         multiple: What divides each local length.
         whole: What is known of them.
         dim: Which dimension of hidden states is the sequence.
+        taken: Lengths of what is whole and looks like a part, such as learned keys.
     """
 
     num_ranks: int
     multiple: int = 1
     whole: dict[int, int] = field(default_factory=dict)
     dim: int = 1
+    taken: set[int] = field(default_factory=set)
 
     def add(self, length: int) -> int:
-        """The local length of a sequence of `length`; sequences of two lengths never get the same."""
-        local = -(-length // (self.num_ranks * self.multiple)) * self.multiple
-        while self.whole.get(local, length) != length:
+        """The local length of a sequence of `length`; sequences of two lengths never get the same.
+
+        It is at least two: code takes a single position for a step of generation.
+        """
+        local = -(-max(length, self.num_ranks + 1) // (self.num_ranks * self.multiple)) * self.multiple
+        while self.whole.get(local, length) != length or local in self.taken:
             local += self.multiple
         self.whole[local] = length
         return local

@@ -46,7 +46,13 @@ def probing(layer: nn.Module, arguments: Any, *, doubles: bool) -> Iterator[Any]
         for table in tables:
             for name, tensor in table.items():
                 table[name] = copies.setdefault(id(tensor), _copy(tensor, doubles=doubles))
-        with _torch.without_dispatch_modes(), saved_tensors_hooks(_same, _same), torch.autocast(device, enabled=False):
+        autocast = torch.autocast(
+            device,
+            dtype=torch.get_autocast_dtype(device),
+            enabled=torch.is_autocast_enabled(device) and not doubles,
+            cache_enabled=False,
+        )
+        with _torch.without_dispatch_modes(), saved_tensors_hooks(_same, _same), autocast:
             yield tree_map_only(Tensor, _double, arguments) if doubles else arguments
     finally:
         for table, before in zip(tables, tensors, strict=True):

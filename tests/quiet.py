@@ -24,6 +24,8 @@ KNOWN = (
     r".*enable_nested_tensor is True.*",
     # the compiler does so itself where it traces DTensors
     r".*autograd.function.Function.* should not be instantiated.*",
+    # and breaks its graph where DTensors are made
+    r"(?s).*Dynamo does not know how to trace the builtin `torch._C._DTensor.*",
     # T5's layers return the view that they were given
     r".*FSDP2-wrapped module .* returned a view tensor.*",
     # torch.compile looks at every input's `.grad` while it traces

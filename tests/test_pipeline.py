@@ -206,6 +206,14 @@ SCHEDULED = [
 ]
 
 
+@pytest.mark.parametrize("schedule", ["interleaved,virtual_stages=2", "zbv", "dualpipev,microbatches=4"])
+@pytest.mark.parametrize("cut", ["context=2", "context=2,context_attention=ring", "tensor=2,sequence=true"])
+def test_sequences_are_cut_in_each_stage_of_a_rank(ranks: Any, cut: str, schedule: str) -> None:
+    """Between two stages of a rank, others compute: what is cut in the first is joined at its end."""
+    strategy = f"fsdp_custom:pipeline=2,{cut},schedule={schedule}"
+    assert worst(ranks(4).run(train, "deep", strategy, 4, 1)[0], reference("deep", "adamw")) < TOLERANCE
+
+
 def on_two_machines(case: str) -> tuple[list[int], Outcome]:
     """The ranks of this stack, where the first two ranks are one machine and the others another."""
     rank = dist.get_rank()

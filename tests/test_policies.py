@@ -60,7 +60,10 @@ POLICIES: dict[str, tuple[str, dict[str, Any], float]] = {
     "float8=rowwise": ("float8=rowwise:emulate", {}, BF16),
 }
 """Policy -> options of the strategy, arguments of the Trainer for both runs, largest difference allowed."""
-NAMES = ("dp_custom", "ddp_custom", "zero1_custom", "zero2_custom", "fsdp_custom", "hsdp_custom")
+NAMES = (
+    "dp_custom", "ddp_custom", "zero1_custom", "zero2_custom", "fsdp_custom", "hsdp_custom", "cp_custom", "tp_custom",
+    "pp_custom",
+)  # fmt: skip
 SLOW = 180.0
 """Seconds for a job that compiles: two ranks and the compiler share two cores."""
 

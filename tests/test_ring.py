@@ -209,7 +209,11 @@ def refusal(case: str, strategy: str, num_ranks: int) -> str:
     [
         ("bert", f"cp_custom:{RING}", "takes no mask, and attention is given one of shape (8, 1, 16, 16)"),
         ("padded_encoder", f"cp_custom:{RING}", "takes no mask"),
-        ("vit", f"cp_custom:{RING}", "needs lengths that 4 divides (two pieces a rank), but got 17: give 16 or 20"),
+        (
+            "vit",
+            f"cp_custom:{RING}",
+            "needs lengths that 4 divides (two pieces a rank), but got 17: give 16 or 20",
+        ),
         ("dropout", f"cp_custom:{RING}", "no dropout of attention weights, but dropout_p is 0.25"),
         ("byte_gpt", f"fsdp_custom:{RING}", "context_attention='ring' is for context > 1, but context=1"),
         ("byte_gpt", "cp_custom:context_attention=tree", "'tree' is not known; possible: ulysses, ring"),

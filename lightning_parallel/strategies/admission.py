@@ -126,14 +126,20 @@ def layer_policy_violations(policies: LayerPolicies, device: torch.device) -> li
     ]
 
 
-def tensor_violations(degrees: Degrees, *, has_plan: bool, sequence: bool, float8: str | None) -> list[str]:
+def tensor_violations(degrees: Degrees, policies: LayerPolicies, *, has_plan: bool, sequence: bool) -> list[str]:
     """Reasons that lie in what was given beside ``tensor``."""
     found = []
     if degrees.tensor == 1:
         given = {"tensor_plan": has_plan, "sequence=True": sequence}
         found += [f"{name} is for tensor > 1, but tensor=1; leave it out" for name, is_on in given.items() if is_on]
-    elif float8 not in (None, "none"):
-        found.append(f"float8 with tensor={degrees.tensor} is not available in this version; give one of the two")
+    else:
+        if policies.float8 not in (None, "none"):
+            found.append(f"float8 with tensor={degrees.tensor} is not available in this version; give one of the two")
+        if policies.recompute.startswith("budget"):
+            found.append(
+                f"recompute={policies.recompute!r} with tensor={degrees.tensor}: torch's compiler cannot tell how much "
+                "memory a graph takes that holds process groups; give recompute='full', 'every:2' or 'selective'"
+            )
     if sequence and degrees.context != 1:
         found.append(
             f"sequence=True with context={degrees.context}: sequences are split over other ranks already; give one of "
@@ -142,13 +148,20 @@ def tensor_violations(degrees: Degrees, *, has_plan: bool, sequence: bool, float
     return found
 
 
-def context_violations(degrees: Degrees, attention: str) -> list[str]:
-    """Reasons that lie in how ranks are to share attention."""
+def context_violations(degrees: Degrees, *, attention: str, float8: str | None) -> list[str]:
+    """Reasons that lie in what was given beside ``context``."""
+    found = []
     if attention not in ATTENTIONS:
-        return [f"context_attention={attention!r} is not known; possible: {', '.join(ATTENTIONS)}"]
-    if attention != "ulysses" and degrees.context == 1:
-        return [f"context_attention={attention!r} is for context > 1, but context=1; leave it out"]
-    return []
+        found.append(f"context_attention={attention!r} is not known; possible: {', '.join(ATTENTIONS)}")
+    elif attention != "ulysses" and degrees.context == 1:
+        found.append(f"context_attention={attention!r} is for context > 1, but context=1; leave it out")
+    if degrees.context != 1 and str(float8).startswith("tensorwise"):
+        found.append(
+            f"float8={float8!r} scales by the largest number of a tensor, which is another one in a part of it: "
+            f"a layer cannot be compared with itself on the whole; give rowwise, or context=1 in place of "
+            f"{degrees.context}"
+        )
+    return found
 
 
 def in_backward_violations(module: LightningModule, *, offloads_optimizer: bool) -> list[str]:

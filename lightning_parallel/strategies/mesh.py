@@ -178,7 +178,6 @@ class MeshStrategy(PipelinedStrategy):
             found += pipelining_violations(
                 degrees,
                 offload=self._offload,
-                float8=self._layer_policies.float8,
                 updates_in_backward=self._step_policies.updates_in_backward,
                 forward_methods=self._forward_methods,
             )
@@ -189,12 +188,9 @@ class MeshStrategy(PipelinedStrategy):
         found = reshard_violations(self._reshard, shard) if shard is not None else []
         if degrees is not None:
             found += tensor_violations(
-                degrees,
-                has_plan=self._tensor_plan is not None,
-                sequence=self._sequence,
-                float8=self._layer_policies.float8,
+                degrees, self._layer_policies, has_plan=self._tensor_plan is not None, sequence=self._sequence
             )
-            found += context_violations(degrees, self._context_attention)
+            found += context_violations(degrees, attention=self._context_attention, float8=self._layer_policies.float8)
         found += offload_violations(self._offload)
         found += layer_policy_violations(self._layer_policies, self.root_device)
         found += accumulation_violations(self._step_policies.accumulation_sync)
@@ -202,6 +198,8 @@ class MeshStrategy(PipelinedStrategy):
 
     @override
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
+        if left := left_over_violations(module, self._policies(module)):
+            return left  # what follows looks at modules as their authors wrote them
         found = super().module_violations(module, is_fitting=is_fitting)
         found += layers_violations(module, self._layer_policies.layers)
         found += stack_violations(module, self._policies(module), self.degrees)

@@ -18,15 +18,13 @@ if TYPE_CHECKING:
 
 
 def pipelining_violations(
-    degrees: Degrees, *, offload: str, float8: str | None, updates_in_backward: bool, forward_methods: Sequence[str]
+    degrees: Degrees, *, offload: str, updates_in_backward: bool, forward_methods: Sequence[str]
 ) -> list[str]:
     """Options that do not go with a pipeline."""
     start = f"pipeline={degrees.pipeline}"
     found = []
     if offload == "all":
         found.append(f"{start} with offload='all': stages sum gradients on the device; give offload='optimizer'")
-    if float8 not in (None, "none"):
-        found.append(f"{start} with float8={float8!r} is not available in this version; give one of the two")
     if updates_in_backward:
         found.append(
             f"{start} with optimizer_in_backward=True: a gradient is complete only after the last of several "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 from torch.nn import functional
@@ -34,6 +35,28 @@ class SplitAttention(TorchFunctionMode):
         self._attend = ATTENTIONS[name]
         self._sequences = sequences
         self.calls = 0
+        self._depth = 0
+
+    def __enter__(self) -> Self:
+        self._depth += 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._depth -= 1
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, entering this where it runs again in backward, as what a layer checkpoints does."""
+
+        @functools.wraps(function)
+        def entering(*args: Any, **kwargs: Any) -> Any:
+            if self._depth:
+                return function(*args, **kwargs)
+            with self:
+                return function(*args, **kwargs)
+
+        return entering
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _attention:

@@ -39,9 +39,22 @@ def attend(
     """
     if violations := _violations(sequences, query, key, attn_mask, dropout_p, is_causal):
         raise ConfigurationError(violations)
+    query, key, value = _as_attention_does(query, key, value)
     if not sequences.is_part(key.shape[2]):  # whole on every rank already, such as keys of learned slots
+        sequences.lengths.taken.add(key.shape[2])
         return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
     return attend_in_ring(query, key, value, sequences.group, is_causal=is_causal, scale=scale)
+
+
+def _as_attention_does(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """In the dtype of autocast, for one batch, and in memory as kernels want them."""
+    tensors = [query, key, value]
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        tensors = [t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t for t in tensors]
+    batch = max(each.shape[0] for each in tensors)
+    return [each.expand(batch, -1, -1, -1).contiguous() for each in tensors]
 
 
 def _violations(
@@ -60,17 +73,25 @@ def _violations(
         )
     if dropout:
         found.append(f"{start} has no dropout of attention weights, but dropout_p is {dropout:g}; give 0, or {instead}")
+    if query.shape[1] % key.shape[1]:
+        found.append(
+            f"{start} needs a number of heads that the {key.shape[1]} heads of keys divide, but queries have "
+            f"{query.shape[1]}; {instead}"
+        )
     length, pieces = sequences.whole_length(key.shape[2]), 2 * sequences.num_ranks
     if is_causal and query.shape[2] != key.shape[2]:
         found.append(
             f"{start} needs as many queries as keys under is_causal, but a part has {query.shape[2]} and "
             f"{key.shape[2]}; {instead}"
         )
-    elif not is_causal and length % pieces and sequences.is_part(key.shape[2]):
-        below = length - length % pieces
+    elif not is_causal and sequences.is_part(key.shape[2]) and key.shape[2] * sequences.num_ranks != length:
+        below = (length - 1) // pieces * pieces
         found.append(
             f"{start} without is_causal needs lengths that {pieces} divides (two pieces a rank), but got {length}: "
             f"give {f'{below} or ' if below else ''}{below + pieces}, or {instead}"
+            if length % pieces
+            else f"{start} without is_causal needs lengths that {pieces} divides in all of a step, but got another "
+            f"beside {length}; {instead}"
         )
     return found
 

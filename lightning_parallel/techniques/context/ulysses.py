@@ -49,6 +49,7 @@ def _heads_for_positions(sequences: Sequences, states: Tensor, repeats: int) -> 
     if repeats > 1:
         states = states.repeat_interleave(repeats, 1)
     if not sequences.is_part(states.shape[2]):  # whole on every rank already, such as keys of learned slots
+        sequences.lengths.taken.add(states.shape[2])
         return states.chunk(sequences.num_ranks, 1)[sequences.rank]
     return exchange(states, 1, 2, sequences.group).narrow(2, 0, sequences.whole_length(states.shape[2]))
 

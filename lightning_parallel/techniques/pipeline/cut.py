@@ -44,11 +44,14 @@ class CutStack:
     host_group: ProcessGroup
 
     def local(self, anatomy: Anatomy) -> Anatomy:
-        """What of `anatomy` is on this rank. Outside of the stack nothing is a unit: a step is left in the middle."""
+        """What of `anatomy` is on this rank: a stack for each of its stages, between which others compute.
+
+        Outside of the stack nothing is a unit: a step is left in the middle.
+        """
         (stack,) = anatomy.stacks
-        stages = self.plan.stages_of(self.group.rank())
-        layers = tuple(stack.layers[index] for stage in stages for index in self.plan.layers_of(stage))
-        return replace(anatomy, stacks=(replace(stack, layers=layers),), large=())
+        layers = [self.plan.layers_of(stage) for stage in self.plan.stages_of(self.group.rank())]
+        stages = tuple(replace(stack, layers=tuple(stack.layers[i] for i in indices)) for indices in layers)
+        return replace(anatomy, stacks=stages, large=())
 
     def release(self, module: nn.Module, device: torch.device) -> None:
         """Give up, in place, what other stages hold."""
