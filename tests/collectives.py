@@ -27,7 +27,7 @@ class Collectives(TorchDispatchMode):
         self.counts: Counter[tuple[str, torch.dtype]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.overloadpacket.__name__:
+        if func.namespace == "c10d":
             name = func.overloadpacket.__name__
             kind = next((kind for part, kind in _KINDS.items() if part in name), name)
             kind = "reduce_scatter" if "reduce_scatter" in name else kind

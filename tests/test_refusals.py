@@ -24,7 +24,6 @@ from tests.parity import make_trainer
         ("fsdp_custom:shard=3", 4, {}, ["3 ranks, but there are 4", "shard=4"]),
         ("fsdp_custom:reshard=3", 4, {}, ["reshard=3", "1, 2, 4"]),
         ("fsdp_custom:offload=some", 2, {}, ["offload='some'", "none, optimizer, all"]),
-        ("fsdp_custom:pipeline=2,float8=tensorwise", 2, {}, ["pipeline=2 with float8='tensorwise'"]),
         ("ddp_custom:comm_hook=bf16", 2, {}, ["needs NCCL", "gloo", "fp16"]),
         ("ddp_custom:comm_hook=zip", 2, {}, ["'zip' is unknown", "powersgd"]),
         ("ddp_custom:powersgd_rank=2", 2, {}, ["belongs to comm_hook='powersgd'"]),

@@ -99,7 +99,11 @@ class _Part:
         if self.is_first:
             hidden = sequences.cut(hidden, sequences.dim)
         attention = self._attention()
-        output = self._on_part(layer, forward, hidden, args, kwargs, attention)
+        try:
+            output = self._on_part(layer, forward, hidden, args, kwargs, attention)
+        except BaseException:
+            self.stack.is_entered = False  # the next step begins anew, as where memory did not suffice for this one
+            raise
         if not attention.calls:
             raise ConfigurationError([bypassed(self.path, layer)])
         return self._joined(output) if self.is_last else output
