@@ -45,7 +45,8 @@ def _cutting_violations(module: nn.Module, anatomy: Anatomy, policies: Policies,
     if "pipeline" in cutting:
         found += cut_violations(module, anatomy, policies.pipeline, cutting["pipeline"])
     if len(anatomy.layers) != len({module.get_submodule(path) for path in anatomy.layers}):
-        found += [_REPEATED] if "context" in cutting or policies.sequence else []
+        splits_sequences = "context" in cutting or ("tensor" in cutting and policies.sequence)
+        found += [_REPEATED] if splits_sequences else []
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.randomness import seed_generators, seed_of_part
 
 
@@ -24,6 +25,7 @@ class Lengths:
         whole: What is known of them.
         dim: Which dimension of hidden states is the sequence.
         taken: Lengths of what is whole and looks like a part, such as learned keys.
+        entered: The layer by which a sequence has entered its stack; empty once it has left by the last layer.
     """
 
     num_ranks: int
@@ -31,6 +33,7 @@ class Lengths:
     whole: dict[int, int] = field(default_factory=dict)
     dim: int = 1
     taken: set[int] = field(default_factory=set)
+    entered: str = ""
 
     def add(self, length: int) -> int:
         """The local length of a sequence of `length`; sequences of two lengths never get the same.
@@ -44,8 +47,23 @@ class Lengths:
         return local
 
     def forget(self) -> None:
-        """Forget the lengths of a step that has ended; backward may need those of several forwards."""
-        self.whole = {}
+        """Forget the last step, also one that ended in an error; backward may need the lengths of several forwards."""
+        self.whole, self.entered = {}, ""
+
+    def check_left(self) -> None:
+        """Call it where a step has run, and where the next sequence enters.
+
+        Raises:
+            ConfigurationError: If a sequence has entered the stack and not left it by the last layer.
+        """
+        if self.entered:
+            raise ConfigurationError(
+                [
+                    f"a step went into the stack by {self.entered} and left it before the last layer, with a part of a "
+                    "sequence; context parallel joins the result of the last layer only. Let every step go through all "
+                    "layers, or give context=1"
+                ]
+            )
 
 
 def hidden_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -106,13 +106,12 @@ class Steps:
         self._on_optimizers = []
 
     def begin(self) -> None:
-        """A training step begins: give every rank the buffers of rank 0, and forget the last step. A collective."""
-        self.synchronize_buffers()
+        """Call it before a training step, and before a loop without training. A collective.
+
+        It gives every rank the buffers of rank 0, or of the first rank of its stage, and forgets the last step.
+        """
         for lengths in self._lengths:
             lengths.forget()
-
-    def synchronize_buffers(self) -> None:
-        """Give every rank the buffers of rank 0, or of the first rank of its stage. A collective."""
         if self._has_buffers:
             is_cut = self._mesh.pipeline_group is not None
             synchronize_buffers(self._module, self._mesh.gradient_group if is_cut else None)
@@ -123,7 +122,17 @@ class Steps:
 
     def after_forward(self) -> None:
         """Call it between forward and backward of a training step."""
+        self._check_sequences()
         self._unused.watch()
+
+    def after_evaluation(self) -> None:
+        """Call it after a step without backward."""
+        self._check_sequences()
+        self.free_gathered()
+
+    def _check_sequences(self) -> None:
+        for lengths in self._lengths:
+            lengths.check_left()
 
     def held(self) -> contextlib.AbstractContextManager[None]:
         """Backward in here is not the last of its window."""
@@ -131,7 +140,8 @@ class Steps:
 
     def before_backward(self, loss: Tensor) -> None:
         """Let whole parameters be averaged when backward through `loss` ends, once a window."""
-        self._unused.watch()  # under manual optimization, the step has not ended yet
+        self._check_sequences()  # under manual optimization, the step has not ended yet
+        self._unused.watch()
         self._reduction.before_backward()
         if self._averaged and loss.requires_grad and not self._reduction.is_held:
             _torch.after_backward(loss, self._average)

@@ -278,12 +278,32 @@ class Balanced(Net):
 
 
 class LeavesEarly(Net):
-    """One step does without the last layer."""
+    """The last of five steps does without the last layer: no later one could notice."""
 
     def run(self, x: Tensor) -> Tensor:
-        for layer in self.layers[: 2 if self.global_step == 2 else 3]:
+        for layer in self.layers[: 2 if self.global_step == 4 else 3]:
             x = layer(x)
         return x.mean(1, keepdim=True).expand(-1, 16, -1)
+
+
+class LeavesEarlyInEvaluation(LeavesEarly):
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:2]:
+            x = layer(x)
+        return x.mean(1, keepdim=True).expand(-1, 16, -1)
+
+
+class FailsOnce(Net):
+    """An error between two layers, after which the same module is trained again."""
+
+    has_failed = False
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        if not self.has_failed:
+            self.has_failed = True
+            raise MemoryError("in the middle")
+        return self.layers[2](x)
 
 
 def fewer_queries(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -320,7 +340,7 @@ REFUSED: dict[tuple[str, str], tuple[type[Case], str]] = {
     ("second_has_positions", "both"): (SecondHasPositions, "changes what layers.1 (Layer) computes"),
     ("batch_norm", "both"): (WithBatchNorm, "layers.0.batch_norm takes statistics of all positions"),
     ("balanced", "both"): (Balanced, "layers.0 (Layer) returns a tensor () beside hidden states"),
-    ("leaves_early", "both"): (LeavesEarly, "left it before its last layer"),
+    ("leaves_early", "both"): (LeavesEarly, "by layers.0 and left it before the last layer"),
     ("fewer_queries", "ring"): (changed(fewer_queries), "the 2 heads of keys divide, but queries have 1"),
     ("other_length", "ring"): (OtherLength, "in all of a step, but got another beside 16"),
 }
@@ -361,6 +381,36 @@ def test_what_parts_would_compute_differently_is_refused(ranks: Any, name: str, 
     if kind not in ("both", attention):
         pytest.skip("it runs, or is refused for another reason")
     assert REFUSED[name, kind][1] in ranks(2).run(refusal, name, kind, attention)[0]
+
+
+def early_evaluation() -> str:
+    try:
+        trainer = make_trainer(build_strategy("cp_custom"), 2)
+        trainer.validate(LeavesEarlyInEvaluation(), batches("byte_gpt", 1), verbose=False)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_an_evaluation_that_leaves_early_is_refused(ranks: Any) -> None:
+    assert "left it before the last layer" in ranks(2).run(early_evaluation)[0]
+
+
+def fit_after_an_error(strategy: str) -> float:
+    module = FailsOnce()
+    with pytest.raises(MemoryError):
+        make_trainer(build_strategy(strategy), 2).fit(module, batches("byte_gpt", 1))
+    trainer = make_trainer(build_strategy(strategy), 2)
+    trainer.validate(module, batches("byte_gpt", 1), verbose=False)
+    trainer.fit(module, batches("byte_gpt", 1))
+    return float(trainer.callback_metrics["train_loss"])
+
+
+@pytest.mark.parametrize("strategy", ["cp_custom", "tp_custom:sequence=true", "fsdp_custom:recompute=full"])
+def test_a_step_that_failed_in_the_middle_is_forgotten(ranks: Any, strategy: str) -> None:
+    """The module is still sharded then, and is trained on as it is."""
+    losses = ranks(2).run(fit_after_an_error, strategy)
+    assert min(losses) > 0
 
 
 def in_bf16(strategy: str, num_ranks: int) -> Outcome:

@@ -27,6 +27,10 @@ from tests.parity import make_trainer
         ("ddp_custom:comm_hook=bf16", 2, {}, ["needs NCCL", "gloo", "fp16"]),
         ("ddp_custom:comm_hook=zip", 2, {}, ["'zip' is unknown", "powersgd"]),
         ("ddp_custom:powersgd_rank=2", 2, {}, ["belongs to comm_hook='powersgd'"]),
+        ("fsdp_custom:schedule=gpipe,virtual_stages=2", 2, {}, ["'gpipe' is for pipeline > 1", "virtual_stages=2"]),
+        ("fsdp_custom:stages=[1,2],microbatches=4", 2, {}, ["stages=[1, 2] is for pipeline > 1", "microbatches=4"]),
+        ("fsdp_custom:tensor_plan={up: colwise}", 2, {}, ["tensor_plan is for tensor > 1, but tensor=1"]),
+        ("fsdp_custom:shard=3,sequence=true", 4, {}, ["2 problems", "sequence=True is for tensor > 1"]),
         ("fsdp_custom", 2, {"precision": "transformer-engine"}, []),
         ("fsdp_custom", 2, {"sync_batchnorm": True}, ["sync_batchnorm=True needs CUDA"]),
         ("dp_custom", 2, {"num_nodes": 2}, ["num_nodes=2", "ddp_custom"]),
@@ -111,3 +115,17 @@ def test_the_mesh_exists_once_training_has_begun() -> None:
     with pytest.raises(RuntimeError, match="only once fit"):
         _ = MeshStrategy().mesh
     assert issubclass(MeshStrategy, ProcessGroupStrategy)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["tp_custom:sequence=true", "pp_custom:schedule=gpipe,stages=[1,2]", "cp_custom:context_attention=ring"]
+)
+def test_options_of_a_degree_that_the_machine_makes_1_are_kept(strategy: str) -> None:
+    """The same line serves one device and many."""
+    assert build_in_trainer(strategy).set_up_violations() == []
+
+
+def build_in_trainer(strategy: str) -> MeshStrategy:
+    found = make_trainer(build_strategy(strategy), 1).strategy
+    assert isinstance(found, MeshStrategy)
+    return found

@@ -213,7 +213,7 @@ def test_products(ranks: Any, case: str, strategy: str, readers: int) -> None:
 @pytest.mark.parametrize("case", ["llama", "byte_gpt"])
 def test_layer_policies(ranks: Any, case: str, policies: str) -> None:
     if case == "byte_gpt" and "compile" in policies:
-        pytest.skip("DTensors run through its layers, and the compiler warns of them")
+        pytest.skip("DTensors run through its layers, which takes the compiler a minute: see the matrix of policies")
     found = ranks(4).run(train, case, "adamw", f"fsdp_tp_custom:{policies}", 4, 2)[0]
     assert_equal(found, reference(case))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -126,13 +126,23 @@ def layer_policy_violations(policies: LayerPolicies, device: torch.device) -> li
     ]
 
 
-def tensor_violations(degrees: Degrees, policies: LayerPolicies, *, has_plan: bool, sequence: bool) -> list[str]:
+def idle_violations(given: Degrees, options: Mapping[str, Sequence[str]]) -> list[str]:
+    """Options that belong to a degree which is given as 1, so that they would be ignored.
+
+    A degree that is 1 for want of devices is none: with more of them, the same options have an effect.
+    """
+    return [
+        f"{option} is for {degree} > 1, but {degree}=1; leave it out, or give {degree}=2 or more"
+        for degree, chosen in options.items()
+        if getattr(given, degree) == 1
+        for option in chosen
+    ]
+
+
+def tensor_violations(degrees: Degrees, policies: LayerPolicies, *, sequence: bool) -> list[str]:
     """Reasons that lie in what was given beside ``tensor``."""
     found = []
-    if degrees.tensor == 1:
-        given = {"tensor_plan": has_plan, "sequence=True": sequence}
-        found += [f"{name} is for tensor > 1, but tensor=1; leave it out" for name, is_on in given.items() if is_on]
-    else:
+    if degrees.tensor != 1:
         if policies.float8 not in (None, "none"):
             found.append(f"float8 with tensor={degrees.tensor} is not available in this version; give one of the two")
         if policies.recompute.startswith("budget"):
@@ -153,8 +163,6 @@ def context_violations(degrees: Degrees, *, attention: str, float8: str | None) 
     found = []
     if attention not in ATTENTIONS:
         found.append(f"context_attention={attention!r} is not known; possible: {', '.join(ATTENTIONS)}")
-    elif attention != "ulysses" and degrees.context == 1:
-        found.append(f"context_attention={attention!r} is for context > 1, but context=1; leave it out")
     if degrees.context != 1 and str(float8).startswith("tensorwise"):
         found.append(
             f"float8={float8!r} scales by the largest number of a tensor, which is another one in a part of it: "

@@ -34,6 +34,7 @@ from lightning_parallel.steps import StepPolicies
 from lightning_parallel.strategies.admission import (
     context_violations,
     forward_method_violations,
+    idle_violations,
     in_backward_violations,
     layer_policy_violations,
     module_bytes,
@@ -187,28 +188,36 @@ class MeshStrategy(PipelinedStrategy):
         shard = degrees.shard if degrees is not None and isinstance(degrees.shard, int) else None
         found = reshard_violations(self._reshard, shard) if shard is not None else []
         if degrees is not None:
-            found += tensor_violations(
-                degrees, self._layer_policies, has_plan=self._tensor_plan is not None, sequence=self._sequence
-            )
+            found += tensor_violations(degrees, self._layer_policies, sequence=self._sequence)
             found += context_violations(degrees, attention=self._context_attention, float8=self._layer_policies.float8)
+        found += idle_violations(self._degrees, self._given_options())
         found += offload_violations(self._offload)
         found += layer_policy_violations(self._layer_policies, self.root_device)
         found += accumulation_violations(self._step_policies.accumulation_sync)
         return [*found, *precision_violations(self.precision_plugin.precision)]
 
+    def _given_options(self) -> dict[str, list[str]]:
+        """What was given beside the defaults, by the degree that it belongs to."""
+        ring = [] if self._context_attention == "ulysses" else [f"context_attention={self._context_attention!r}"]
+        plan = [] if self._tensor_plan is None else ["tensor_plan"]
+        sequence = ["sequence=True"] if self._sequence else []
+        return {"context": ring, "tensor": plan + sequence, "pipeline": self._pipeline_policy.given()}
+
     @override
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
         if left := left_over_violations(module, self._policies(module)):
-            return left  # what follows looks at modules as their authors wrote them
+            return left
         found = super().module_violations(module, is_fitting=is_fitting)
-        found += layers_violations(module, self._layer_policies.layers)
-        found += stack_violations(module, self._policies(module), self.degrees)
+        if parallelized(module) is None:  # one that is still sharded was looked at as its author wrote it
+            found += layers_violations(module, self._layer_policies.layers)
+            found += stack_violations(module, self._policies(module), self.degrees)
+            found += unshardable_violations(module)
+            found += forward_method_violations(module, self._forward_methods)
         if self.degrees.pipeline != 1:
             found += pipelined_module_violations(module)
-        found += unshardable_violations(module)
         if self._step_policies.updates_in_backward and is_fitting:
             found += in_backward_violations(module, offloads_optimizer=self._step_policies.offloads_optimizer)
-        return [*found, *forward_method_violations(module, self._forward_methods)]
+        return found
 
     # The mesh ---------------------------------------------------------------------------------------------------
 

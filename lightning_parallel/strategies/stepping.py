@@ -74,19 +74,19 @@ class SteppingStrategy(ProcessGroupStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().validation_step(*args, **kwargs)
-        self.steps.free_gathered()
+        self.steps.after_evaluation()
         return result
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().test_step(*args, **kwargs)
-        self.steps.free_gathered()
+        self.steps.after_evaluation()
         return result
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().predict_step(*args, **kwargs)
-        self.steps.free_gathered()
+        self.steps.after_evaluation()
         if self._lock_step is not None and self._lock_step.is_short_after_this():
             super().predict_step(*args, **kwargs)  # the other ranks gather parameters for one batch more
             self.steps.free_gathered()
@@ -94,15 +94,15 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self.steps.synchronize_buffers()
+        self.steps.begin()
 
     @override
     def on_test_start(self) -> None:
-        self.steps.synchronize_buffers()
+        self.steps.begin()
 
     @override
     def on_predict_start(self) -> None:
-        self.steps.synchronize_buffers()
+        self.steps.begin()
         assert self.lightning_module is not None
         self._lock_step = PredictLockStep(self.lightning_module.trainer)
 

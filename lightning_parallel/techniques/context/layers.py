@@ -71,14 +71,12 @@ class _SplitStack:
         sequences: What is cut now.
         checked: The paths of the layers that were compared with themselves.
         trained: The paths of the layers that were looked at in training.
-        is_entered: Whether a sequence is on its way from the first layer to the last.
     """
 
     attention: str
     sequences: Sequences
     checked: set[str] = field(default_factory=set)
     trained: set[str] = field(default_factory=set)
-    is_entered: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,11 +97,7 @@ class _Part:
         if self.is_first:
             hidden = sequences.cut(hidden, sequences.dim)
         attention = self._attention()
-        try:
-            output = self._on_part(layer, forward, hidden, args, kwargs, attention)
-        except BaseException:
-            self.stack.is_entered = False  # the next step begins anew, as where memory did not suffice for this one
-            raise
+        output = self._on_part(layer, forward, hidden, args, kwargs, attention)
         if not attention.calls:
             raise ConfigurationError([bypassed(self.path, layer)])
         return self._joined(output) if self.is_last else output
@@ -203,11 +197,12 @@ class _Part:
             self._compare_once(layer, forward, hidden, args, kwargs)
         if _torch.is_in_backward():  # a layer is computed again
             return
+        lengths = stack.sequences.lengths
         if self.is_first:
-            check([_LEFT.format(self.path)] if stack.is_entered else [])
-            stack.is_entered = True
+            lengths.check_left()
+            lengths.entered = self.path
         if self.is_last:
-            stack.is_entered = False
+            lengths.entered = ""
 
     def _compare_once(
         self, layer: nn.Module, forward: Callable[..., Any], hidden: Tensor, args: tuple[Any, ...], kwargs: Any
@@ -267,12 +262,6 @@ class _Part:
             return [bypassed(self.path, layer)]
         found = difference(self.path, layer, first_of(ours), first_of(whole), sequences.dim)
         return [found] if found else further_violations(self.path, layer, ours, whole)
-
-
-_LEFT = (
-    "{}: the step before went into the stack and left it before its last layer, with a part of a sequence; context "
-    "parallel needs every step to go through all layers, and joins the result of the last one only. Give context=1"
-)
 
 
 def _map_named(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:

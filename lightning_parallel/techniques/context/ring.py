@@ -137,7 +137,11 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, *gradients: Any) -> Any:
         found = _torch.ring_attention_backward(
-            context.block.backward, gradients[0], context.saved_tensors, context.group, is_causal=context.is_causal
+            context.block.backward,
+            gradients[0].contiguous(),
+            context.saved_tensors,
+            context.group,
+            is_causal=context.is_causal,
         )
         return *found, None, None, None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from lightning_parallel import _torch
@@ -27,6 +27,12 @@ class PipelinePolicy:
     microbatches: int | Literal["auto"] = "auto"
     stages: Sequence[int] | Literal["auto", "time"] = "auto"
     virtual_stages: int = 1
+
+    def given(self) -> list[str]:
+        """What is not as by default."""
+        found = {option.name: getattr(self, option.name) for option in fields(self)}
+        chosen = {option.name: found[option.name] for option in fields(self) if found[option.name] != option.default}
+        return [f"{name}={list(v) if isinstance(v, tuple) else v!r}" for name, v in chosen.items()]
 
     @property
     def is_v(self) -> bool:
