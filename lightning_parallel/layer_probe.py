@@ -18,6 +18,8 @@ from lightning_parallel.caches import is_cache
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Of the largest element. Layers compute parts in fp32 even where all they are given is fp64."""
 _TOLERANCE_OF_HALF = 5e-2
+_HARDLY = 1e-2
+"""A parameter that is smaller all over, such as a branch's gate that begins at zero, hides what is behind it."""
 REMEDY = "leave the maps concerned out of tensor_plan, or give sequence=False or tensor=1"
 
 
@@ -25,7 +27,8 @@ REMEDY = "leave the maps concerned out of tensor_plan, or give sequence=False or
 def probing(layer: nn.Module, arguments: Any, *, doubles: bool) -> Iterator[Any]:
     """While this is open, `layer` can be run for comparison: without dropout, unseen by whoever counts or recomputes.
 
-    In fp64, what two orders of summation differ by is so small that a real difference, however slight, shows.
+    In fp64, what two orders of summation differ by is so small that a real difference, however slight, shows. In place
+    of parameters that are zero or next to it, there are others meanwhile: else a whole branch would go unseen.
 
     Args:
         layer: The layer; its parameters may be DTensors.
@@ -37,7 +40,7 @@ def probing(layer: nn.Module, arguments: Any, *, doubles: bool) -> Iterator[Any]
     """
     modes = {child: child.training for child in layer.modules()}
     tables: list[dict[str, Any]] = [child._buffers for child in layer.modules()]
-    tables += [child._parameters for child in layer.modules()] if doubles else []  # type: ignore[misc]
+    tables += [child._parameters for child in layer.modules()]  # type: ignore[misc]
     tensors, attributes = [dict(table) for table in tables], _attributes(layer)
     device = next((leaf.device.type for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), "cpu")
     copies: dict[int, Any] = {}  # what is tied stays tied
@@ -68,8 +71,26 @@ def _copy(tensor: Any, *, doubles: bool) -> Any:
         return None
     copy = _double(tensor) if doubles else tensor.detach()
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(copy, copy.is_floating_point())
+        seen = _noticeable(copy)
+        return tensor if seen is copy and not doubles else nn.Parameter(seen, seen.is_floating_point())
     return copy if copy is not tensor and copy.dtype != tensor.dtype else copy.clone()
+
+
+def _noticeable(tensor: Tensor) -> Tensor:
+    """`tensor`, or a wave in the place of one that is next to zero; the same on each rank that has the same part."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if (
+        not (local.is_floating_point() and local.numel())
+        or local.is_meta
+        or float(local.detach().abs().max()) >= _HARDLY
+    ):
+        return tensor
+    wave = torch.arange(local.numel(), device=local.device).cos().view(local.shape).to(local.dtype) / 4
+    if not isinstance(tensor, DTensor):
+        return wave
+    return DTensor.from_local(
+        wave, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def _double(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_parallel.layer_arguments import guess_arguments
+
 _attention = F.scaled_dot_product_attention
-_LENGTH = 4
+_GROUPED = ("grouped_mm", "_grouped_mm")
+"""Products of each expert's tokens with its weights."""
 
 
 def is_transposed(linear: nn.Module) -> bool:
@@ -104,7 +107,7 @@ class LayerTrace:
 
 
 def trace_layer(layer: nn.Module) -> LayerTrace:
-    """Run `layer` once on hidden states alone, and note what flows from map to map.
+    """Run `layer` once on hidden states, and what else it may want, and note what flows from map to map.
 
     It runs on the meta device, or, where its code asks for values, on the host, with parameters that take no memory.
     The layer is not changed; its parameters are not copied.
@@ -113,10 +116,10 @@ def trace_layer(layer: nn.Module) -> LayerTrace:
     for device in ("meta", "cpu"):
         ghost = _ghost(layer, torch.device(device))
         for width in _widths(ghost):
-            for args, kwargs in _arguments(ghost, width, torch.device(device)):
+            for args, kwargs in guess_arguments(ghost, width, _vectors(ghost), torch.device(device)):
                 trace = LayerTrace()
                 try:
-                    with torch.device(device):
+                    with torch.device(device), warnings.catch_warnings(action="ignore"):
                         _run(ghost, args, kwargs, trace)
                 except Exception as error:
                     reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
@@ -125,8 +128,8 @@ def trace_layer(layer: nn.Module) -> LayerTrace:
     first = reasons[0] if reasons else "it has no linear maps of torch's own kinds"
     return LayerTrace(
         failures=[
-            f"could not be run on hidden states alone to see what flows through it ({first}); name its maps with "
-            "tensor_plan={'path.in.layer': 'colwise' or 'rowwise'}"
+            "could not be run on hidden states, and what the names of its arguments suggest, to see what flows "
+            f"through it ({first}); name its maps with tensor_plan={{'path.in.layer': 'colwise' or 'rowwise'}}"
         ]
     )
 
@@ -143,23 +146,10 @@ def _widths(layer: nn.Module) -> list[int]:
     return [width for width, _ in found.most_common(3)]
 
 
-def _arguments(layer: nn.Module, width: int, device: torch.device) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-    """What the layer may want: hidden states, those of a second sequence, rotary tables by Hugging Face's name."""
-
-    def states() -> Tensor:
-        return torch.zeros(2, _LENGTH, width, device=device, requires_grad=True)
-
-    parameters = list(inspect.signature(layer.forward).parameters.values())
-    required = [p.name for p in parameters[1:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    missing: dict[str, Any] = dict.fromkeys(required)
-    yield [states()], missing
-    if any(p.name == "position_embeddings" for p in parameters):
-        heads = {getattr(child, "head_dim", None) for child in layer.modules()}
-        parts = {head // part for head in heads if isinstance(head, int) for part in (1, 2, 4)}
-        for size in sorted(parts, reverse=True):
-            tables = (torch.ones(1, _LENGTH, size, device=device), torch.zeros(1, _LENGTH, size, device=device))
-            yield [states()], {**missing, "position_embeddings": tables}
-    yield [states(), states()], dict.fromkeys(required[1:])
+def _vectors(layer: nn.Module) -> list[int]:
+    """How wide what the layer is given beside hidden states may be."""
+    sizes = Counter(int(parameter.shape[-1]) for parameter in layer.parameters() if parameter.ndim == 2)
+    return [size for size, _ in sizes.most_common(4)]
 
 
 def _run(layer: nn.Module, args: list[Any], kwargs: dict[str, Any], trace: LayerTrace) -> None:
@@ -214,6 +204,8 @@ class _AttentionNoted(TorchFunctionMode):
                 self._trace.attentions.append(
                     _Attention(query.shape[1], key.shape[1], sources - _sources([query]), query.shape[-1])
                 )
+        if getattr(func, "__name__", "") in _GROUPED and args[0].ndim == 2 and args[1].ndim == 3:
+            return args[0] @ args[1][0]  # the shape and the flow of it; without memory, its kernels refuse to run
         return func(*args, **(kwargs or {}))
 
 

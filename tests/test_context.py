@@ -318,18 +318,18 @@ def test_dropout_is_equal_outside_and_different_on_each_part(ranks: Any, strateg
     assert not torch.equal(first_inside, second_inside)
 
 
-class OwnPositions(ByteGPT):
-    """Layers that make positions from the length that they see."""
+class MixesPositions(ByteGPT):
+    """Layers that mix positions outside of attention."""
 
     def __init__(self, optimizer: str = "adamw") -> None:
         super().__init__(optimizer)
         for block in self.model.blocks:
-            block.mlp.insert(0, _Positions())
+            block.mlp.insert(0, _Mixing())
 
 
-class _Positions(nn.Module):
+class _Mixing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.arange(x.shape[1])[:, None] / 10
+        return x + x.cumsum(1) / 10
 
 
 class Eager(Llama):
@@ -341,7 +341,7 @@ class Eager(Llama):
 
 
 def refusal(kind: str, strategy: str, num_ranks: int) -> str:
-    modules = {"own_positions": OwnPositions, "eager": Eager, "byte_gpt": ByteGPT, "lstm": CASES["lstm"]}
+    modules = {"mixes_positions": MixesPositions, "eager": Eager, "byte_gpt": ByteGPT, "lstm": CASES["lstm"]}
     try:
         make_trainer(build_strategy(strategy), num_ranks).fit(modules[kind](), batches("byte_gpt", 1))
     except ConfigurationError as error:
@@ -352,7 +352,7 @@ def refusal(kind: str, strategy: str, num_ranks: int) -> str:
 @pytest.mark.parametrize(
     ("kind", "strategy", "size", "words"),
     [
-        ("own_positions", "cp_custom", 2, ["model.blocks.0 (Block)", "from position 8 of 16", "context=1"]),
+        ("mixes_positions", "cp_custom", 2, ["model.blocks.0 (Block)", "from position 8 of 16", "context=1"]),
         ("eager", "cp_custom", 2, ["attn_implementation='sdpa'"]),
         ("byte_gpt", "cp_custom", 4, ["context=4 cannot share 2 heads", "possible: 1, 2"]),
         ("lstm", "cp_custom", 2, ["context=2", "LSTMModel has no stack"]),

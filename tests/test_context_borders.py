@@ -228,19 +228,19 @@ RUN: dict[str, type[Case]] = {
 }
 
 
-class SecondHasPositions(Net):
-    """Not the first layer, but the second one makes positions by itself."""
+class SecondMixes(Net):
+    """Not the first layer, but the second one mixes positions outside of attention."""
 
     class Layer(Layer):
-        makes_positions = False
+        mixes = False
 
         def forward(self, x: Tensor) -> Tensor:
             x = super().forward(x)
-            return x + torch.arange(x.shape[1])[:, None] / 10 if self.makes_positions else x
+            return x + x.cumsum(1) / 10 if self.mixes else x
 
     def __init__(self, optimizer: str = "adamw") -> None:
         super().__init__(optimizer)
-        self.layers[1].makes_positions = True
+        self.layers[1].mixes = True
 
     def layer(self) -> nn.Module:
         return self.Layer()
@@ -337,7 +337,7 @@ class OtherLength(Net):
 
 
 REFUSED: dict[tuple[str, str], tuple[type[Case], str]] = {
-    ("second_has_positions", "both"): (SecondHasPositions, "changes what layers.1 (Layer) computes"),
+    ("second_mixes", "both"): (SecondMixes, "changes what layers.1 (Layer) computes"),
     ("batch_norm", "both"): (WithBatchNorm, "layers.0.batch_norm takes statistics of all positions"),
     ("balanced", "both"): (Balanced, "layers.0 (Layer) returns a tensor () beside hidden states"),
     ("leaves_early", "both"): (LeavesEarly, "by layers.0 and left it before the last layer"),
@@ -436,7 +436,7 @@ def test_a_batch_that_is_not_a_number_is_no_difference(ranks: Any) -> None:
 
 
 def refused_twice() -> list[str]:
-    module, found = SecondHasPositions(), []
+    module, found = SecondMixes(), []
     for strategy in ("cp_custom", "cp_custom:recompute=full"):
         with pytest.raises(ConfigurationError) as caught:
             make_trainer(build_strategy(strategy), 2).fit(module, batches("byte_gpt", 1))

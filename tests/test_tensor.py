@@ -575,7 +575,7 @@ REFUSED = {
         ("hard", 2, "tensor_plan={head: colwise}", ["'head' names no linear map of the layers"]),
         ("hard", 2, "tensor_plan={up: replicate}", ["no branch of linear maps"]),
         ("hard", 2, "tensor_plan={}", ["no branch of linear maps"]),
-        ("untraceable", 2, "", ["blocks.0 (NeedsMore) could not be run on hidden states alone", "tensor_plan="]),
+        ("untraceable", 2, "", ["blocks.0 (NeedsMore) could not be run on hidden states", "tensor_plan="]),
         ("lone", 2, "", ["tensor=2: no branch of linear maps was found", "tensor=1"]),
         ("lstm", 2, "", ["tensor=2 works layer by layer, and LSTMModel has no stack of repeated layers", "layers="]),
         (

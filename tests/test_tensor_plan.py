@@ -319,5 +319,5 @@ def test_a_layer_that_cannot_be_run() -> None:
             return super().forward(x) * scale + mask
 
     violations = plan(Needs).violations
-    assert violations[0].startswith("layers.0 (Needs) could not be run on hidden states alone")
+    assert violations[0].startswith("layers.0 (Needs) could not be run on hidden states")
     assert len(violations) == 1

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_parallel import _torch
 from lightning_parallel.techniques.context import ring, ulysses
 from lightning_parallel.techniques.context.sequences import Sequences
+from lightning_parallel.techniques.context.ways import PartOfTables, Way, is_count_of_part, positions_of_part
 
 ATTENTIONS: dict[str, Callable[..., Tensor]] = {"ulysses": ulysses.attend, "ring": ring.attend}
 """Name -> `scaled_dot_product_attention` of parts, with the sequences before its arguments."""
@@ -28,16 +30,23 @@ class SplitAttention(TorchFunctionMode):
     Args:
         name: How the ranks share it, of :data:`ATTENTIONS`.
         sequences: Of which layers hold parts.
+        way: What else follows the part.
+        tables: The layer's buffers, where `way` says that they do.
     """
 
-    def __init__(self, name: str, sequences: Sequences) -> None:
+    def __init__(self, name: str, sequences: Sequences, *, way: Way, tables: PartOfTables) -> None:
         super().__init__()
         self._attend = ATTENTIONS[name]
         self._sequences = sequences
+        self.way = way
+        self._tables = tables
         self.calls = 0
+        self.counted = 0
         self._depth = 0
 
     def __enter__(self) -> Self:
+        if self.way.buffers and not self._depth:
+            self._tables.enter()
         self._depth += 1
         super().__enter__()
         return self
@@ -45,6 +54,8 @@ class SplitAttention(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._depth -= 1
+        if self.way.buffers and not self._depth:
+            self._tables.leave()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, entering this where it runs again in backward, as what a layer checkpoints does."""
@@ -64,6 +75,9 @@ class SplitAttention(TorchFunctionMode):
         if func is functional.multi_head_attention_forward:
             with _torch.attention_replaced(self._shared):
                 return func(*args, **(kwargs or {}))
+        if self.way.counts and func is torch.arange and is_count_of_part(self._sequences, args, kwargs or {}):
+            self.counted += 1
+            return positions_of_part(self._sequences, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _shared(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -12,6 +12,7 @@ from lightning_parallel import _torch
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 _TOLERANCE_OF_HALF = 5e-2
+ELSEWHERE = "context parallel changes what another rank computes, which says more; give context=1"
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -92,6 +93,14 @@ def failed(path: str, layer: nn.Module, error: Exception, *, has_attention: bool
     return (
         f"{path} ({_torch.class_name(layer)}) fails on a part of the sequence: {error}. Shapes, masks or positions "
         "that it makes by itself are those of whole sequences; give context=1"
+    )
+
+
+def counted_otherwise(path: str, layer: nn.Module) -> str:
+    """In words, that the layer does not count positions as it did when it was compared."""
+    return (
+        f"{path} ({_torch.class_name(layer)}) counts positions by torch.arange in some steps, and in others goes "
+        "by what it has kept; a part has other positions in each length. Give it positions as an argument, or context=1"
     )
 
 

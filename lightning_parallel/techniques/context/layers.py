@@ -6,6 +6,7 @@ Nothing is taken on trust: when a layer runs for the first time, its result on p
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +19,14 @@ from torch.utils._pytree import tree_map
 from lightning_parallel import _torch
 from lightning_parallel.caches import is_cache, without_fresh_cache
 from lightning_parallel.errors import ConfigurationError, check
-from lightning_parallel.exchange import same
 from lightning_parallel.hidden_states import Lengths, own_stream, take_hidden
 from lightning_parallel.layer_probe import probing
 from lightning_parallel.techniques.context.attention import SplitAttention
 from lightning_parallel.techniques.context.comparison import (
+    ELSEWHERE,
     batch_statistics_violations,
     bypassed,
+    counted_otherwise,
     difference,
     failed,
     first_of,
@@ -32,6 +34,7 @@ from lightning_parallel.techniques.context.comparison import (
     sequence_dims,
 )
 from lightning_parallel.techniques.context.sequences import Sequences
+from lightning_parallel.techniques.context.ways import USUAL, PartOfTables, Way, cut_argument, relations, ways
 
 
 def apply_context(
@@ -62,6 +65,14 @@ def _splitting(cls: type[Any], part: _Part) -> type[nn.Module]:
     return _torch.subclass_like(cls, forward)
 
 
+@dataclass(frozen=True)
+class Verified:
+    """A way that was seen to be right, and how often the layer counted positions meanwhile."""
+
+    way: Way
+    counted: int
+
+
 @dataclass
 class _SplitStack:
     """What the layers of one stack share.
@@ -69,13 +80,15 @@ class _SplitStack:
     Args:
         attention: How ranks share attention.
         sequences: What is cut now.
-        checked: The paths of the layers that were compared with themselves.
+        ways: How the layers run that were compared with themselves, by path and by what compares with the length.
+        way: The latest of these.
         trained: The paths of the layers that were looked at in training.
     """
 
     attention: str
     sequences: Sequences
-    checked: set[str] = field(default_factory=set)
+    ways: dict[tuple[Any, ...], Verified] = field(default_factory=dict)
+    way: Way = USUAL
     trained: set[str] = field(default_factory=set)
 
 
@@ -93,13 +106,15 @@ class _Part:
         sequences = self.stack.sequences
         hidden, args, kwargs = take_hidden(args, kwargs)
         args, kwargs = self._without_caches(layer, args, kwargs)
-        self._look(layer, forward, hidden, args, kwargs)
+        verified = self._look(layer, forward, hidden, args, kwargs)
         if self.is_first:
             hidden = sequences.cut(hidden, sequences.dim)
-        attention = self._attention()
+        attention = self._attention(layer, hidden, verified.way)
         output = self._on_part(layer, forward, hidden, args, kwargs, attention)
         if not attention.calls:
             raise ConfigurationError([bypassed(self.path, layer)])
+        if attention.counted != verified.counted:
+            raise ConfigurationError([counted_otherwise(self.path, layer)])
         return self._joined(output) if self.is_last else output
 
     def _without_caches(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,9 +142,9 @@ class _Part:
         """The layer's result of a part of hidden states, and of whole other arguments."""
         sequences = self.stack.sequences
         length = self._whole_length(hidden)
-        split_argument = functools.partial(self._split_argument, length=length, hidden=hidden)
-        args = tuple(_map_named(split_argument, "", value) for value in args)
-        kwargs = {name: _map_named(split_argument, name, value) for name, value in kwargs.items()}
+        cut = functools.partial(cut_argument, way=attention.way, sequences=sequences, length=length, hidden=hidden)
+        args = tuple(_map_named(cut, "", value) for value in args)
+        kwargs = {name: _map_named(cut, name, value) for name, value in kwargs.items()}
         with (
             own_stream(sequences.group, is_needed=layer.training and torch.is_grad_enabled()),
             _torch.slow_attention(),
@@ -138,8 +153,10 @@ class _Part:
         ):
             return forward(hidden, *args, **kwargs)
 
-    def _attention(self) -> SplitAttention:
-        return SplitAttention(self.stack.attention, self.stack.sequences)
+    def _attention(self, layer: nn.Module, part: Tensor, way: Way) -> SplitAttention:
+        sequences = self.stack.sequences
+        tables = PartOfTables(layer, sequences, self._whole_length(part))
+        return SplitAttention(self.stack.attention, sequences, way=way, tables=tables)
 
     def _joined(self, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -161,56 +178,46 @@ class _Part:
             )
         return sequences.whole_length(length)
 
-    def _split_argument(self, name: str, value: Any, *, length: int, hidden: Tensor) -> Any:
-        """Split what runs along the sequence: positions, rotary tables, a second sequence. Masks stay whole."""
-        if not isinstance(value, Tensor):
-            return value
-        sequences = self.stack.sequences
-        if "mask" in name and "padding" not in name:
-            dims = []
-        elif value.ndim == hidden.ndim and value.shape[-1] == hidden.shape[-1] and value.is_floating_point():
-            other = value.shape[sequences.dim]
-            if other != length and other == hidden.shape[sequences.dim]:
-                return value  # what an earlier layer returned: a part already
-            dims = [sequences.dim]  # another sequence of hidden states, such as an encoder's
-        else:
-            dims = [dim for dim, size in enumerate(value.shape) if size == length]
-            if sequences.dim in dims:  # another size may happen to be the length
-                dims = [sequences.dim]
-        if len(dims) == 1:
-            return sequences.cut(value, dims[0])
-        return same(value, sequences.group) if value.requires_grad else value
-
     # Looking at layers ------------------------------------------------------------------------------------------
 
     @_torch.not_compiled
     def _look(
         self, layer: nn.Module, forward: Callable[..., Any], hidden: Tensor, args: tuple[Any, ...], kwargs: Any
-    ) -> None:
+    ) -> Verified:
         """What has to be true before the layer runs."""
         stack = self.stack
         if layer.training and self.path not in stack.trained:
             stack.trained.add(self.path)
             check(batch_statistics_violations(self.path, layer))
-        if self.path not in stack.checked:
-            stack.checked.add(self.path)
-            self._compare_once(layer, forward, hidden, args, kwargs)
-        if _torch.is_in_backward():  # a layer is computed again
-            return
-        lengths = stack.sequences.lengths
+        key = self._key(layer, hidden, args, kwargs)
+        if key not in stack.ways:
+            verified = self._compare_once(layer, forward, hidden, args, kwargs)
+            stack.ways[self._key(layer, hidden, args, kwargs)] = verified  # by the dimension that was found meanwhile
+            stack.way = verified.way
+            key = self._key(layer, hidden, args, kwargs)
+        if not _torch.is_in_backward():  # else a layer is computed again
+            self._pass(stack.sequences.lengths)
+        return stack.ways[key]
+
+    def _pass(self, lengths: Lengths) -> None:
+        """Note that a sequence enters the stack, or leaves it."""
         if self.is_first:
             lengths.check_left()
             lengths.entered = self.path
         if self.is_last:
             lengths.entered = ""
 
+    def _key(self, layer: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...]:
+        length = hidden.shape[self.stack.sequences.dim] if self.is_first else self._whole_length(hidden)
+        return self.path, relations((args, kwargs, list(layer.buffers())), length)
+
     def _compare_once(
         self, layer: nn.Module, forward: Callable[..., Any], hidden: Tensor, args: tuple[Any, ...], kwargs: Any
-    ) -> None:
+    ) -> Verified:
         """Compare the layer on parts of the sequence with itself on the whole, without dropout.
 
         Raises:
-            ConfigurationError: If they differ, with where the difference begins.
+            ConfigurationError: If they differ in every way, with where the difference of the usual one begins.
         """
         lengths = self.stack.sequences.lengths
         before, dims = dict(lengths.whole), [lengths.dim]
@@ -219,49 +226,75 @@ class _Part:
                 before, dims = {}, sequence_dims(layer)
             else:
                 whole_of = functools.partial(self._whole_of, like=hidden, length=self._whole_length(hidden))
-                hidden, args, kwargs = tree_map(whole_of, (hidden, args, kwargs))
-        violations = []
-        for doubles in (True, False):
-            arguments = ((hidden, *args), kwargs)
-            with torch.no_grad(), _torch.slow_attention(), probing(layer, arguments, doubles=doubles) as (given, named):
+                args, kwargs = tree_map(whole_of, (args, kwargs))
+                hidden = self.stack.sequences.join(hidden.detach(), lengths.dim)
+        try:
+            for doubles in (True, False):
+                probed = functools.partial(probing, layer, ((hidden, *args), kwargs), doubles=doubles)
                 try:
-                    whole = forward(*given, **named)
+                    with torch.no_grad(), _torch.slow_attention(), probed() as (given, named):
+                        whole = forward(*given, **named)
                 except Exception:
                     if doubles:
                         continue  # not everything computes in fp64
                     raise
-                for dim in dims:
-                    lengths.dim = dim
-                    violations.append(self._differences(layer, forward, given, named, whole))
-                    if not violations[-1]:
-                        break
-                break
-        lengths.whole = before
-        if violations[-1]:
-            raise ConfigurationError(violations[0])
+                return self._verified(
+                    functools.partial(self._differences, layer, forward, probed, whole), dims, hidden.device
+                )
+        finally:
+            lengths.whole = before
+        raise AssertionError("the layer has run neither way, and no error says so")
+
+    def _verified(
+        self, differences: Callable[[Way], tuple[list[str], int]], dims: list[int], device: torch.device
+    ) -> Verified:
+        """The first way in which nothing differs."""
+        violations: dict[Way, list[str]] = {}
+        for way, dim in itertools.product(ways(self.stack.way), dims):
+            self.stack.sequences.lengths.dim = dim
+            found, counted = differences(way)
+            if not self.stack.sequences.has_any(bool(found), device):  # all ranks go the same way
+                return Verified(way, counted)
+            violations.setdefault(way, found)
+        raise ConfigurationError(violations[USUAL] or [f"{self.path}: {ELSEWHERE}"])
 
     def _whole_of(self, value: Any, *, like: Tensor, length: int) -> Any:
-        """What is a part as `like` is, whole: hidden states, also those that an earlier layer returned."""
+        """What is a part as hidden states `like` are, whole: those that an earlier layer returned."""
         dim = self.stack.sequences.dim
         is_like = isinstance(value, Tensor) and value.shape == like.shape and value.dtype == like.dtype
         return self.stack.sequences.join(value.detach(), dim) if is_like and like.shape[dim] != length else value
 
     def _differences(
-        self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, whole: Any
-    ) -> list[str]:
-        attention, sequences = self._attention(), self.stack.sequences
-        hidden, others = args[0], args[1:]
+        self, layer: nn.Module, forward: Callable[..., Any], probed: Callable[[], Any], whole: Any, way: Way
+    ) -> tuple[list[str], int]:
+        """Why the layer cannot work on parts in this `way`; and how often it counted positions.
+
+        It begins as it is: what it has kept of another run would not be there in a step. And it is run once more where
+        it counts positions: those that it has kept may be another part's in the next step.
+        """
+        with torch.no_grad(), _torch.slow_attention(), probed() as (args, kwargs):
+            found, counted = self._difference(layer, forward, args, kwargs, whole, way)
+            if not found and way.counts:
+                found, again = self._difference(layer, forward, args, kwargs, whole, way)
+                found = found or ([] if again == counted else [counted_otherwise(self.path, layer)])
+        return found, counted
+
+    def _difference(
+        self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, whole: Any, way: Way
+    ) -> tuple[list[str], int]:
+        sequences = self.stack.sequences
+        part = sequences.cut(args[0], sequences.dim)
+        attention = self._attention(layer, part, way)
         try:
-            part = self._on_part(layer, forward, sequences.cut(hidden, sequences.dim), others, kwargs, attention)
-            ours = self._joined(part)
+            ours = self._joined(self._on_part(layer, forward, part, args[1:], kwargs, attention))
         except ConfigurationError as error:
-            return list(error.violations)
+            return list(error.violations), 0
         except (RuntimeError, AssertionError, IndexError) as error:
-            return [failed(self.path, layer, error, has_attention=bool(attention.calls))]
+            return [failed(self.path, layer, error, has_attention=bool(attention.calls))], 0
         if not attention.calls:
-            return [bypassed(self.path, layer)]
+            return [bypassed(self.path, layer)], 0
         found = difference(self.path, layer, first_of(ours), first_of(whole), sequences.dim)
-        return [found] if found else further_violations(self.path, layer, ours, whole)
+        return [found] if found else further_violations(self.path, layer, ours, whole), attention.counted
 
 
 def _map_named(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:

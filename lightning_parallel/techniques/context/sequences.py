@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -38,6 +39,12 @@ class Sequences:
     def whole_length(self, length: int) -> int:
         """The length of the sequence of which a part has `length`; `length` itself where nothing was cut."""
         return self.lengths.whole.get(length, length)
+
+    def has_any(self, flag: bool, device: torch.device) -> bool:
+        """Whether any of the ranks has `flag`. An all-reduce."""
+        found = torch.tensor(int(flag), device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(found)
 
     def cut(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's part of `whole` along `dim`, padded with zeros."""

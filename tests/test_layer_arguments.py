@@ -1,0 +1,384 @@
+"""Layers that take or make more than hidden states, as people write them: positions, masks, conditions, memories."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_parallel import ConfigurationError
+from lightning_parallel.layers import find_layers
+from lightning_parallel.tensor_plan import plan_tensor
+from tests.cases import LENGTH, VOCABULARY, Case, next_token_loss
+from tests.parity import TOLERANCE, Outcome, worst
+from tests.test_context_borders import train
+
+WIDTH, HEADS = 16, 4
+HEAD = WIDTH // HEADS
+SIZES = (LENGTH, 8, 12, LENGTH, 6)
+"""Lengths of five steps."""
+
+
+def angles(length: int) -> Tensor:
+    """Of rotary positions, `[length, HEAD / 2]`."""
+    return torch.outer(torch.arange(length).float(), 1e4 ** -(torch.arange(0, HEAD, 2).float() / HEAD))
+
+
+def waves(length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, `[length, HEAD]`."""
+    doubled = angles(length).repeat(1, 2)
+    return doubled.cos(), doubled.sin()
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos.to(x.dtype) + torch.cat((-second, first), -1) * sin.to(x.dtype)
+
+
+class Plain(nn.Module):
+    """Attention and a gated MLP, between which subclasses differ in what they are given."""
+
+    is_causal = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+
+    def turn(self, x: Tensor) -> Tensor:
+        return x
+
+    def attend(self, x: Tensor, memory: Tensor, turn: Callable[[Tensor], Tensor], mask: Tensor | None = None) -> Tensor:
+        q = self.q(x).unflatten(2, (-1, HEAD)).transpose(1, 2)
+        k, v = (m(memory).unflatten(2, (-1, HEAD)).transpose(1, 2) for m in (self.k, self.v))
+        is_causal = self.is_causal and mask is None
+        y = F.scaled_dot_product_attention(turn(q), turn(k), v, attn_mask=mask, is_causal=is_causal)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def mix(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+    def whole(self, x: Tensor, turn: Callable[[Tensor], Tensor], mask: Tensor | None = None) -> Tensor:
+        h = self.norm1(x)
+        x = x + self.attend(h, h, turn, mask)
+        return x + self.mix(self.norm2(x))
+
+
+class Complex(Plain):
+    def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
+        turns = freqs_cis[: x.shape[1]]
+
+        def turn(y: Tensor) -> Tensor:
+            pairs = torch.view_as_complex(y.float().unflatten(-1, (-1, 2)).contiguous())
+            return torch.view_as_real(pairs * turns).flatten(-2).to(y.dtype)
+
+        return self.whole(x, turn)
+
+
+class FromStart(Complex):
+    def forward(self, x: Tensor, start_pos: int, freqs_cis: Tensor, mask: Tensor | None) -> Tensor:  # type: ignore[override]
+        assert mask is None
+        return super().forward(x, freqs_cis[start_pos : start_pos + x.shape[1]])
+
+
+class Waves(Plain):
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.whole(x, lambda y: turned(y, cos, sin))
+
+
+class Pair(Plain):
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        return self.whole(x, lambda y: turned(y, *rope))
+
+
+class Positions(Plain):
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        angle = (positions[..., None] * 1e4 ** -(torch.arange(0, HEAD, 2) / HEAD)).repeat(1, 1, 2)[:, None]
+        return self.whole(x, lambda y: turned(y, angle.cos(), angle.sin()))
+
+
+class Masked(Plain):
+    def forward(self, x: Tensor, attn_mask: Tensor) -> Tensor:
+        return self.whole(x, self.turn, attn_mask[:, None].bool())
+
+
+class Conditioned(Plain):
+    """As a diffusion model's layer is. A condition is as wide as the sequences are long."""
+
+    is_causal = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts = nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, 4 * WIDTH))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift, scale, gate1, gate2 = self.shifts(c)[:, None].chunk(4, -1)
+        h = self.norm1(x) * (1 + scale) + shift
+        x = x + gate1 * self.attend(h, h, self.turn)
+        return x + gate2 * self.mix(self.norm2(x))
+
+
+class Remembering(Plain):
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        x = x + self.attend(self.norm1(x), memory, self.turn)
+        return x + self.mix(self.norm2(x))
+
+    is_causal = False
+
+
+class ByName(Waves):
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = nn.Linear(6, WIDTH)
+
+    def forward(self, x: Tensor, *, temb: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + self.time(temb)[:, None], cos, sin)
+
+
+class Counting(Waves):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        positions = torch.arange(x.shape[1], device=x.device).float()
+        angle = torch.outer(positions, 1e4 ** -(torch.arange(0, HEAD, 2) / HEAD)).repeat(1, 2)
+        return super().forward(x, angle.cos(), angle.sin())
+
+
+class Learned(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(LENGTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(x + self.places(torch.arange(x.shape[1])), self.turn)
+
+
+class Buffers(Waves):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, table in zip(("cos", "sin"), waves(2 * LENGTH), strict=True):
+            self.register_buffer(name, table, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]  # type: ignore[index]
+        return super().forward(x, cos, sin)  # type: ignore[arg-type]
+
+
+class Checkpointed(Buffers):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        found: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return found
+
+
+class Kept(Counting):
+    """Keeps its positions, as far as it has counted yet."""
+
+    kept: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        if self.kept is None or self.kept[0].shape[0] < x.shape[1]:
+            doubled = torch.outer(torch.arange(x.shape[1]).float(), torch.ones(HEAD))
+            self.kept = doubled.cos(), doubled.sin()
+        return Waves.forward(self, x, *(table[: x.shape[1]] for table in self.kept))
+
+
+class KeptAsBuffers(Buffers):
+    """Makes its tables anew where they are too short, which they are at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cos, self.sin = self.cos[:4].clone(), self.sin[:4].clone()  # type: ignore[index]
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        if self.cos.shape[0] < x.shape[1]:
+            doubled = torch.outer(torch.arange(x.shape[1]).float(), torch.ones(HEAD))
+            self.cos, self.sin = doubled.cos(), doubled.sin()
+        return super().forward(x)
+
+
+class MixedBehindAGate(Plain):
+    """Mixes positions, which does not show as long as the gate is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(x + self.open * x.cumsum(1) / LENGTH, self.turn)
+
+
+class SoftBehindAGate(Plain):
+    """A softmax over all features of a map, behind one that begins at zero: parts of features are no use to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.down.weight)
+
+    def mix(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).softmax(-1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(x, self.turn)
+
+
+class Net(Case):
+    """Three layers of a kind; `given` says what they take beside hidden states."""
+
+    layer: type[nn.Module]
+    sizes: Sequence[int] = (LENGTH,)
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(self.layer() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.side = nn.Embedding(4, WIDTH)
+
+    def given(self, x: Tensor, tokens: Tensor) -> tuple[Any, ...]:
+        return ()
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        tokens = tokens[:, : self.sizes[self.global_step % len(self.sizes)]]
+        x = self.tokens(tokens)
+        given = self.given(x, tokens)
+        for layer in self.layers:
+            x = layer(x, **given[0]) if given and isinstance(given[0], dict) else layer(x, *given)
+        return next_token_loss(self.head(x), tokens)
+
+
+def net(kind: type[nn.Module], given: Callable[..., tuple[Any, ...]] | None = None, *, sizes: Any = None) -> type[Net]:
+    return type(
+        f"Net{kind.__name__}",
+        (Net,),
+        {"layer": kind, "given": given or Net.given, "sizes": sizes or Net.sizes, "__module__": __name__},
+    )
+
+
+def table(self: Net, x: Tensor, tokens: Tensor) -> tuple[Any, ...]:
+    return (torch.polar(torch.ones(LENGTH, HEAD // 2), angles(LENGTH)),)
+
+
+def from_start(self: Net, x: Tensor, tokens: Tensor) -> tuple[Any, ...]:
+    return (0, torch.polar(torch.ones(40, HEAD // 2), angles(40)), None)
+
+
+def both(self: Net, x: Tensor, tokens: Tensor) -> tuple[Any, ...]:
+    return waves(x.shape[1])
+
+
+def pair(self: Net, x: Tensor, tokens: Tensor) -> tuple[Any, ...]:
+    return (waves(x.shape[1]),)
+
+
+def positions(self: Net, x: Tensor, tokens: Tensor) -> tuple[Any, ...]:
+    return (torch.arange(x.shape[1]).expand(x.shape[0], -1),)
+
+
+def causal(self: Net, x: Tensor, tokens: Tensor) -> tuple[Any, ...]:
+    return (torch.ones(x.shape[1], x.shape[1]).tril().expand(x.shape[0], -1, -1),)
+
+
+def condition(self: Net, x: Tensor, tokens: Tensor) -> tuple[Any, ...]:
+    return (self.side(tokens[:, 0] % 4),)
+
+
+def memory(self: Net, x: Tensor, tokens: Tensor) -> tuple[Any, ...]:
+    return (self.side(tokens[:, :8] % 4),)
+
+
+def by_name(self: Net, x: Tensor, tokens: Tensor) -> tuple[Any, ...]:
+    cos, sin = waves(x.shape[1])
+    return ({"temb": tokens[:, :6] / VOCABULARY, "cos": cos, "sin": sin},)
+
+
+CASES = {
+    "complex": net(Complex, table, sizes=SIZES),  # a table that is first as long as the sequence, and then longer
+    "from_start": net(FromStart, from_start),
+    "waves": net(Waves, both, sizes=SIZES),
+    "pair": net(Pair, pair),
+    "positions": net(Positions, positions),
+    "masked": net(Masked, causal),
+    "conditioned": net(Conditioned, condition),
+    "remembering": net(Remembering, memory),
+    "by_name": net(ByName, by_name),
+    "counting": net(Counting, sizes=SIZES),
+    "learned": net(Learned, sizes=SIZES),
+    "buffers": net(Buffers, sizes=SIZES),
+    "checkpointed": net(Checkpointed),
+    "soft_behind_a_gate": net(SoftBehindAGate),
+}
+REFUSED = {
+    "kept": (net(Kept, sizes=SIZES), "changes what layers.0 (Kept) computes"),
+    "kept_as_buffers": (net(KeptAsBuffers), "changes what layers.0 (KeptAsBuffers) computes"),
+    "mixed_behind_a_gate": (net(MixedBehindAGate), "changes what layers.0 (MixedBehindAGate) computes"),
+}
+globals().update({module.__name__: module for module in (*CASES.values(), *(kind for kind, _ in REFUSED.values()))})
+
+
+def trained(name: str, strategy: str, num_ranks: int) -> Outcome:
+    return train(CASES[name], strategy, num_ranks)
+
+
+_EXPECTED: dict[str, Outcome] = {}
+
+
+def expected(name: str) -> Outcome:
+    """One process's numbers."""
+    if name not in _EXPECTED:
+        _EXPECTED[name] = trained(name, "auto", 1)
+    return _EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("strategy", ["tp_custom", "cp_custom", "cp_custom:context_attention=ring", "pp_custom"])
+def test_equal_to_one_process(ranks: Any, name: str, strategy: str) -> None:
+    if (name, strategy) == ("masked", "cp_custom:context_attention=ring"):
+        pytest.skip("a ring takes no mask: see the refusals in test_ring.py")
+    assert worst(ranks(2).run(trained, name, strategy, 2)[0], expected(name)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "strategy", ["tp_custom:sequence=true", "cp_custom:recompute=full", "cp_custom:compile=layers"]
+)
+@pytest.mark.parametrize("name", ["waves", "counting", "buffers"])
+def test_with_other_policies(ranks: Any, name: str, strategy: str) -> None:
+    assert worst(ranks(2).run(trained, name, strategy, 2)[0], expected(name)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["complex", "conditioned", "learned"])
+def test_with_tensor_and_context(ranks: Any, name: str) -> None:
+    found = ranks(4).run(trained, name, "cp_custom:context=2,tensor=2", 4)[0]
+    assert worst(found, expected(name)) < TOLERANCE
+
+
+def refusal(name: str, attention: str) -> str:
+    try:
+        train(REFUSED[name][0], f"cp_custom:context_attention={attention}", 2)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_positions_that_a_part_cannot_know_are_refused(ranks: Any, name: str, attention: str) -> None:
+    assert REFUSED[name][1] in ranks(2).run(refusal, name, attention)[0]
+
+
+class Unknowable(Plain):
+    def forward(self, x: Tensor, settings: Any, other: Any, third: Any, fourth: Any) -> Tensor:
+        return self.whole(x, settings.of.some.kind(other, third, fourth))
+
+
+def test_a_layer_that_no_guess_fits_is_refused_soon() -> None:
+    module = net(Unknowable)()
+    start = time.monotonic()
+    (violation,) = plan_tensor(module, find_layers(module), None, degree=2).violations
+    assert time.monotonic() - start < 5
+    assert violation.startswith("layers.0 (Unknowable) could not be run on hidden states, and what the names")
+    assert "tensor_plan=" in violation
