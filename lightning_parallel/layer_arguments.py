@@ -64,6 +64,10 @@ class _Shapes:
         shapes = ((_LENGTH, _LENGTH), (_BATCH, _LENGTH, _LENGTH), (_BATCH, 1, _LENGTH, _LENGTH), (_BATCH, _LENGTH))
         return [None, *(self._ones(*shape) for shape in shapes)]
 
+    def scalar(self) -> list[Any]:
+        """One for all, such as a scale."""
+        return [self._ones()]
+
     def number(self) -> list[Any]:
         """The first, such as a position to start from."""
         return [0]
@@ -83,6 +87,7 @@ _KINDS: tuple[tuple[str, Callable[[_Shapes], list[Any]]], ...] = (
     (r"mask|bias|alibi|pad", _Shapes.mask),
     (r"memory|context|encoder|cross|src|source|kv|y$|ctx", _Shapes.states),
     (r"cond|emb|vec|time|style|ada|^[ct]$", _Shapes.vector),
+    (r"scale|factor|alpha|beta|temperature|sigma", _Shapes.scalar),
     (r"start|offset|idx|index|number|step|layer", _Shapes.number),
 )
 """What a name says, the surest first."""
@@ -121,7 +126,7 @@ def _each_choice(names: Sequence[str], shapes: _Shapes, required: set[str]) -> I
     options = []
     for name in names:
         kind = _kind(name)
-        said = kind(shapes) if kind is not None else [None]
+        said = [None, *shapes.scalar(), shapes.states()[0], shapes.vector()[0]] if kind is None else kind(shapes)
         others = [value for _, other in _KINDS if other is not kind for value in other(shapes)]
         options.append([*said, *others] if name in required else said)
     most = int(4000 ** (1 / max(len(options), 1)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -528,14 +529,14 @@ class Narrow(Hard):
 
 
 class NeedsMore(nn.Module):
-    """Cannot be run on hidden states alone."""
+    """Takes an object, which nobody can guess."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(x) * scale))
+    def forward(self, x: Tensor, settings: Any) -> Tensor:
+        return x + self.down(F.gelu(self.up(x) * settings.scale))
 
 
 class Untraceable(Hard):
@@ -545,7 +546,7 @@ class Untraceable(Hard):
     def loss(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens)
         for block in self.blocks:
-            x = block(x, torch.ones(()))
+            x = block(x, SimpleNamespace(scale=1.0))
         return next_token_loss(self.head(x), tokens)
 
 

@@ -315,8 +315,8 @@ def test_a_trace_changes_nothing() -> None:
 
 def test_a_layer_that_cannot_be_run() -> None:
     class Needs(Gated):
-        def forward(self, x: Tensor, mask: Any, scale: Any) -> Tensor:
-            return super().forward(x) * scale + mask
+        def forward(self, x: Tensor, settings: Any) -> Tensor:
+            return super().forward(x) * settings.scale
 
     violations = plan(Needs).violations
     assert violations[0].startswith("layers.0 (Needs) could not be run on hidden states")

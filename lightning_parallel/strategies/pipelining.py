@@ -23,7 +23,7 @@ from lightning_parallel.stages import StepCosts, balanced, broadcast_object
 from lightning_parallel.steps import PipelinedSteps
 from lightning_parallel.strategies.step_logs import StepLogs
 from lightning_parallel.strategies.step_metrics import StepMetrics
-from lightning_parallel.techniques.pipeline.execution import Execution, evaluation_actions, training_actions
+from lightning_parallel.techniques.pipeline.execution import Execution, Passed, evaluation_actions, training_actions
 from lightning_parallel.techniques.pipeline.gradients import GradientsOfStep
 from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch, merge_outputs
 from lightning_parallel.techniques.pipeline.passage import StageExit
@@ -155,28 +155,29 @@ class PipelinedModule:
         logs, metrics = StepLogs(self._module), StepMetrics(self._module)
         outputs: dict[int, Any] = {}
 
-        def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor | None:
+        def forward(stage: int, microbatch: int, received: Passed | None) -> Passed | None:
             own_seed = seed_of_part(seed, microbatch)
             _draw_from(own_seed)
-            with logs.of(microbatch), _torch.slow_attention(), self._cut.passage.open(stage, received, own_seed):
+            with logs.of(microbatch), _torch.slow_attention(), self._cut.passage.open(name, stage, received, own_seed):
                 torch.clear_autocast_cache()
                 output = self._microsteps[name].run(parts[microbatch], *args)
             if stage != self._cut.plan.last:
                 return output  # type: ignore[no-any-return]
             check(_foreign(output, logs))
             outputs[microbatch] = tree_map(_detached, output)
-            return loss_of(output) if loss_of is not None else None
+            return (loss_of(output),) if loss_of is not None else None
 
-        self._execution(forward).run(actions)
+        self._execution(name, forward).run(actions)
         return self._share([outputs[index] for index in sorted(outputs)], logs, metrics, part_size)
 
-    def _execution(self, forward: Callable[[int, int, Tensor | None], Tensor | None]) -> Execution:
+    def _execution(self, name: str, forward: Callable[[int, int, Passed | None], Passed | None]) -> Execution:
         return Execution(
             self._cut.plan,
             group=self._cut.group,
             host_group=self._cut.host_group,
             device=self._device,
             forward=forward,
+            num_passed=functools.partial(self._cut.passage.num_passed, name),
             before_backward=self._steps.before_microbatch_backward,
         )
 
@@ -199,18 +200,18 @@ class PipelinedModule:
         if name not in self._looked_at:
             self._looked_at.add(name)
             if (positions := self._misplaced(name, part, args)) is not None:
-                return Placement(positions, self._cut.placement.costs)
+                return Placement(positions, self._cut.placement.costs, self._cut.passage.beside)
         if name == TRAINING and self._cut.policy.stages == "time" and _TIMES not in self._looked_at:
             self._looked_at.add(_TIMES)
             costs, plan = self._measured(part, args), self._cut.plan
             if is_worth_moving(costs, plan.counts, balanced(costs, plan.num_stages)):
-                return Placement(self._cut.placement.positions, costs)
+                return Placement(self._cut.placement.positions, costs, self._cut.passage.beside)
         return None
 
     def _misplaced(self, name: str, part: Any, args: Any) -> Positions | None:
         """Where parameters are used, unless each stage has what it uses already."""
         with _unchanged_numbers(self._device), StepLogs(self._module).of(0), _torch.slow_attention():
-            traced = trace_positions(self._module, self._cut.passage, lambda: self._traced_step(name, part, args))
+            traced = trace_positions(self._module, self._cut.passage, name, lambda: self._traced_step(name, part, args))
         return corrected(self._cut.placement.positions, traced, self._cut.plan, is_first=len(self._looked_at) == 1)
 
     def _traced_step(self, name: str, part: Any, args: Any) -> None:
@@ -222,16 +223,16 @@ class PipelinedModule:
         """What layers take in a training step on a microbatch, without backward. A collective."""
         clock = StepClock(self._cut.plan, self._device)
 
-        def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor | None:
+        def forward(stage: int, microbatch: int, received: Passed | None) -> Passed | None:
             torch.clear_autocast_cache()
-            with clock.of_stage(stage), self._cut.passage.open(stage, received, clock=clock):
+            with clock.of_stage(stage), self._cut.passage.open(TRAINING, stage, received, clock=clock):
                 output = self._microsteps[TRAINING].run(part, *args)
             return output if stage != self._cut.plan.last else None
 
         with _unchanged_numbers(self._device), unchanged(self._module), torch.no_grad(), _torch.slow_attention():
             for _ in range(ROUNDS):
                 with StepLogs(self._module).of(0):
-                    self._execution(forward).run(evaluation_actions(self._cut.plan, 1, self._rank))
+                    self._execution(TRAINING, forward).run(evaluation_actions(self._cut.plan, 1, self._rank))
         return clock.costs(self._all_ranks)
 
 
@@ -258,7 +259,7 @@ class _Microstep:
         try:
             output = self.step(*args)
         except StageExit as exit_:
-            return exit_.hidden
+            return exit_.passed
         self._check_end()
         return output
 
@@ -290,8 +291,8 @@ def _foreign(output: Any, logs: StepLogs) -> list[str]:
         return []
     return [
         "what the step returns or logs depends on something that only another pipeline stage computes (with "
-        f"{name_sources(ghosts) or 'other layers'}): nothing but the hidden states passes from stage to stage. Leave "
-        "it out, or give pipeline=1"
+        f"{name_sources(ghosts) or 'other layers'}): only what the first layer of a stage is given passes "
+        "from stage to stage. Leave it out, or give pipeline=1"
     ]
 
 

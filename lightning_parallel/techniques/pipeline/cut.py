@@ -72,8 +72,8 @@ def cut_violations(module: nn.Module, anatomy: Anatomy, policy: PipelinePolicy |
     paths = ", ".join(stack.path for stack in anatomy.stacks)
     return [
         f"pipeline={num_ranks} cuts one stack of layers, and {type(module).__name__} has {len(anatomy.stacks)}: "
-        f"{paths}. The layers of a decoder all need what the encoder returns, and only their first argument passes "
-        "from stage to stage; name one stack with layers= if a step goes through no other, or give pipeline=1"
+        f"{paths}. Name the one to cut with layers=, such as a decoder's: the others stay whole on the stage that "
+        "calls them, and what they return passes from stage to stage; or give pipeline=1"
     ]
 
 
@@ -102,6 +102,6 @@ def cut_stack(
         placement = Placement(positions_by_registration(module, anatomy))
     plan = plan_stages(module, anatomy, placement, policy, group.size())
     layers = [(path, module.get_submodule(path)) for path in anatomy.layers]
-    passage = apply_passage(layers, plan)
+    passage = apply_passage(layers, plan, beside=placement.beside)
     holdings = hold(module, placement.positions, plan, group=group, host_group=host_group)
     return CutStack(policy, plan, passage, placement, holdings, group, host_group)

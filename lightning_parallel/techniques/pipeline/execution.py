@@ -2,7 +2,7 @@
 
 Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B and interleaved); Qi et al. 2024 (ZB-V); DeepSeek-AI 2024
 (DualPipe). Torch's own executor wants all steps to have the shapes of the first; here, each boundary says once a step
-what shape is coming.
+what shapes are coming. Hidden states come first, and what passes beside them, if anything does.
 
 A backward is always that of input and weights together: FSDP2 has no other. V-schedules keep their order, and what they
 win by putting weights off is not won.
@@ -25,9 +25,34 @@ from lightning_parallel.stages import StagePlan
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_HEADER = 10  # dtype, number of dimensions, up to eight sizes
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+_HEADER = 11  # dtype, whether it wants a gradient, number of dimensions, up to eight sizes
 _Key = tuple[int, int]
+Passed = tuple[Tensor, ...]
+"""What a stage hands on: hidden states, and what passes beside them."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Of a tensor that comes: what to make room for, and whether to send a gradient back."""
+
+    dtype: torch.dtype
+    wants_gradient: bool
+    sizes: tuple[int, ...]
+
+    def header(self) -> list[int]:
+        found = [_DTYPES.index(self.dtype), int(self.wants_gradient), len(self.sizes), *self.sizes]
+        return found + [0] * (_HEADER - len(found))
+
+    @classmethod
+    def announced(cls, header: Sequence[int]) -> _Form:
+        kind, wants_gradient, ndim, *sizes = header
+        return cls(_DTYPES[kind], bool(wants_gradient), tuple(sizes[:ndim]))
+
+
+def _forms(passed: Passed) -> list[_Form]:
+    """Hidden states always want a gradient, so that each boundary has one a microbatch."""
+    return [_Form(t.dtype, i == 0 or t.requires_grad, tuple(t.shape)) for i, t in enumerate(passed)]
 
 
 @dataclass(frozen=True)
@@ -89,6 +114,7 @@ class Execution:
         device: This rank's device.
         forward: From a stage, a microbatch and what was received to what the stage hands on; of the last stage, the
             scalar to go backward from.
+        num_passed: From a stage to how many tensors it receives.
         before_backward: Is called before each backward.
     """
 
@@ -99,7 +125,8 @@ class Execution:
         group: ProcessGroup,
         host_group: ProcessGroup,
         device: torch.device,
-        forward: Callable[[int, int, Tensor | None], Tensor | None],
+        forward: Callable[[int, int, Passed | None], Passed | None],
+        num_passed: Callable[[int], int],
         before_backward: Callable[[], None],
     ) -> None:
         self._plan = plan
@@ -107,11 +134,12 @@ class Execution:
         self._host_group = host_group
         self._device = device
         self._forward = forward
+        self._num_passed = num_passed
         self._before_backward = before_backward
-        self._arriving: dict[tuple[str, int, int], tuple[Tensor, dist.Work | None]] = {}
-        self._computed: dict[_Key, tuple[Tensor | None, Tensor | None]] = {}
-        self._gradients: dict[_Key, Tensor] = {}
-        self._shapes: dict[int, tuple[torch.dtype, list[int]]] = {}
+        self._arriving: dict[tuple[str, int, int], list[tuple[Tensor, dist.Work | None]]] = {}
+        self._computed: dict[_Key, tuple[Passed | None, Passed | None]] = {}
+        self._gradients: dict[_Key, Passed] = {}
+        self._coming: dict[int, list[_Form]] = {}
         self._sent: list[tuple[Tensor, dist.Work]] = []
 
     def run(self, actions: Sequence[Action]) -> None:
@@ -132,7 +160,8 @@ class Execution:
             elif action.kind == "RECV_B":
                 output = self._computed[key][1]
                 assert output is not None
-                self._receive("B", *key, self._plan.rank_of(action.stage + 1), (output.dtype, list(output.shape)))
+                wanted = [form for form in _forms(output) if form.wants_gradient]
+                self._receive("B", *key, self._plan.rank_of(action.stage + 1), wanted)
         for _, work in self._sent:
             work.wait()
         self._sent = []
@@ -142,27 +171,31 @@ class Execution:
     def _compute(self, stage: int, microbatch: int, *, does_backward: bool) -> None:
         received = self._arrived("F", stage, microbatch) if stage else None
         if received is not None and does_backward:
-            received.requires_grad_()
+            for tensor, form in zip(received, self._coming[stage], strict=True):
+                tensor.requires_grad_(form.wants_gradient)
         output = self._forward(stage, microbatch, received)
         if stage < self._plan.last and self._is_here(stage + 1):
             assert output is not None
-            self._arriving["F", stage + 1, microbatch] = (output.detach(), None)
+            self._coming[stage + 1] = _forms(output)
+            self._arriving["F", stage + 1, microbatch] = [(tensor.detach(), None) for tensor in output]
         if does_backward or not self._is_here(stage + 1):
             self._computed[stage, microbatch] = (received, output)
 
     def _compute_backward(self, stage: int, microbatch: int) -> None:
         received, output = self._computed.pop((stage, microbatch))
-        gradient = self._arrived("B", stage, microbatch) if stage < self._plan.last else None
-        self._before_backward()
         assert output is not None
-        if output.requires_grad:
+        wanted = [tensor for tensor, form in zip(output, _forms(output), strict=True) if form.wants_gradient]
+        gradients = self._arrived("B", stage, microbatch) if stage < self._plan.last else (None,)
+        self._before_backward()
+        pairs = [pair for pair in zip(wanted, gradients, strict=True) if pair[0].requires_grad]
+        if pairs:
             with torch.autocast(self._device.type, enabled=False):
-                torch.autograd.backward(output, gradient)
+                torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
         if received is None:
             return
-        own = received.grad if received.grad is not None else torch.zeros_like(received)
+        own = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in received if t.requires_grad)
         if self._is_here(stage - 1):
-            self._arriving["B", stage - 1, microbatch] = (own, None)
+            self._arriving["B", stage - 1, microbatch] = [(gradient, None) for gradient in own]
         else:
             self._gradients[stage, microbatch] = own
 
@@ -175,42 +208,42 @@ class Execution:
         key = stage, microbatch
         output = self._computed[key][1] if keeps else self._computed.pop(key)[1]
         assert output is not None
-        target = self._plan.rank_of(stage + 1)
-        if stage + 1 not in self._shapes:
-            self._shapes[stage + 1] = output.dtype, list(output.shape)
-            header = [_DTYPES.index(output.dtype), output.ndim, *output.shape]
-            announced = torch.tensor(header + [0] * (_HEADER - len(header)))
+        target, forms = self._plan.rank_of(stage + 1), _forms(output)
+        if stage + 1 not in self._coming:
+            self._coming[stage + 1] = forms
+            announced = torch.tensor([form.header() for form in forms])
             work = dist.isend(announced, group=self._host_group, group_dst=target)
             assert work is not None
             self._sent.append((announced, work))
-        # The receiver made room for the shape of this step's first microbatch.
-        assert self._shapes[stage + 1] == (output.dtype, list(output.shape)), "microbatches of different shapes"
-        self._send(output.detach(), target)
+        # The receiver made room for the shapes of this step's first microbatch.
+        assert self._coming[stage + 1] == forms, "microbatches of different shapes"
+        self._send(tuple(tensor.detach() for tensor in output), target)
 
-    def _announced(self, stage: int) -> tuple[torch.dtype, list[int]]:
-        """Dtype and shape of what `stage` receives in this step."""
-        if stage not in self._shapes:
-            header = torch.zeros(_HEADER, dtype=torch.int64)
+    def _announced(self, stage: int) -> list[_Form]:
+        """What `stage` receives in this step."""
+        if stage not in self._coming:
+            header = torch.zeros(self._num_passed(stage), _HEADER, dtype=torch.int64)
             dist.recv(header, group=self._host_group, group_src=self._plan.rank_of(stage - 1))
-            kind, ndim, *sizes = header.tolist()
-            self._shapes[stage] = _DTYPES[kind], sizes[:ndim]
-        return self._shapes[stage]
+            self._coming[stage] = [_Form.announced(row) for row in header.tolist()]
+        return self._coming[stage]
 
-    def _send(self, tensor: Tensor, target: int) -> None:
-        tensor = tensor.contiguous()
-        work = dist.isend(tensor, group=self._group, group_dst=target)
-        assert work is not None
+    def _send(self, tensors: Passed, target: int) -> None:
         # What has arrived needs no memory here any more.
-        self._sent = [*((sent, earlier) for sent, earlier in self._sent if not earlier.is_completed()), (tensor, work)]
+        self._sent = [(sent, earlier) for sent, earlier in self._sent if not earlier.is_completed()]
+        for tensor in map(Tensor.contiguous, tensors):
+            work = dist.isend(tensor, group=self._group, group_dst=target)
+            assert work is not None
+            self._sent.append((tensor, work))
 
-    def _receive(
-        self, kind: str, stage: int, microbatch: int, source: int, form: tuple[torch.dtype, Sequence[int]]
-    ) -> None:
-        room = torch.empty(form[1], dtype=form[0], device=self._device)
-        self._arriving[kind, stage, microbatch] = room, dist.irecv(room, group=self._group, group_src=source)
+    def _receive(self, kind: str, stage: int, microbatch: int, source: int, forms: Sequence[_Form]) -> None:
+        arriving = self._arriving.setdefault((kind, stage, microbatch), [])
+        for form in forms:
+            room = torch.empty(form.sizes, dtype=form.dtype, device=self._device)
+            arriving.append((room, dist.irecv(room, group=self._group, group_src=source)))
 
-    def _arrived(self, kind: str, stage: int, microbatch: int) -> Tensor:
-        tensor, work = self._arriving.pop((kind, stage, microbatch))
-        if work is not None:
-            work.wait()
-        return tensor
+    def _arrived(self, kind: str, stage: int, microbatch: int) -> Passed:
+        found = self._arriving.pop((kind, stage, microbatch))
+        for _, work in found:
+            if work is not None:
+                work.wait()
+        return tuple(tensor for tensor, _ in found)

@@ -2,7 +2,8 @@
 
 A stage runs the user's own step. Layers of earlier stages hand on a ghost; the first layer of this stage takes what was
 received in the place of its first argument; when the first layer of the next stage is called, the step is left with
-that argument. So whatever code there is between layers runs where the layer before it ran.
+that argument. So whatever code there is between layers runs where the layer before it ran. What else that layer is
+given that was computed with parameters passes, too, and stands from then on for the ghost that the user's code has.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_parallel import _torch
@@ -26,6 +28,8 @@ from lightning_parallel.stages import BEFORE_THE_STACK, StagePlan
 from lightning_parallel.techniques.pipeline.rehearsal import unchanged
 from lightning_parallel.techniques.pipeline.timing import StepClock
 
+Beside = dict[str, dict[int, tuple[int, ...]]]
+"""Name of a step -> layer -> which of the tensors that it is given were computed with parameters, by place."""
 _REMEMBERED = 4096
 """How many results of layers of other stages are remembered: shapes only, about a kilobyte each."""
 
@@ -34,12 +38,12 @@ class StageExit(BaseException):
     """Leaves a step at the end of a stage, past any ``except Exception`` of the user's.
 
     Args:
-        hidden: What the next stage goes on with.
+        passed: What the next stage goes on with: hidden states, and what passes beside them.
     """
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, passed: tuple[Tensor, ...]) -> None:
         super().__init__()
-        self.hidden = hidden
+        self.passed = passed
 
 
 class Passage:
@@ -48,15 +52,20 @@ class Passage:
     Args:
         plan: Which layers are which stage.
         paths: The paths of the layers, in order.
+        beside: What traces of an earlier cut have shown.
     """
 
-    def __init__(self, plan: StagePlan, paths: Sequence[str]) -> None:
+    def __init__(self, plan: StagePlan, paths: Sequence[str], beside: Beside | None = None) -> None:
         self.plan = plan
+        self.beside: Beside = dict(beside or {})
+        """What passes beside hidden states."""
         self.position = BEFORE_THE_STACK
         self._paths = paths
         self._stage: int | None = None
         self._is_open = False
-        self._received: Tensor | None = None
+        self._step = ""
+        self._received: tuple[Tensor, ...] | None = None
+        self._standing: dict[int, tuple[Any, Tensor]] = {}
         self._seed: int | None = None
         self._clock: StepClock | None = None
         self._handed_on: dict[Any, Any] = {}
@@ -64,10 +73,11 @@ class Passage:
         self.is_in_layer = False
 
     @contextlib.contextmanager
-    def traced(self, module: nn.Module, touch: Callable[[str], None]) -> Iterator[None]:
+    def traced(self, step: str, module: nn.Module, touch: Callable[[str], None]) -> Iterator[None]:
         """In here, a step runs on ghosts only, and what it does is watched.
 
         Args:
+            step: The step's name.
             module: The module, whose parameters are all ghosts in here.
             touch: Takes the name of a parameter with each operation that takes it.
 
@@ -77,7 +87,8 @@ class Passage:
         self._watch = Watch(lambda: self.plan.stage_at(self.position), touch, self._refuse)
         self._handed_on.clear()
         try:
-            with ghosts_in_place(module, self._watch), self.open(None):
+            self.beside[step] = {}
+            with ghosts_in_place(module, self._watch), self.open(step, None):
                 yield
         finally:
             self._watch = None
@@ -86,25 +97,34 @@ class Passage:
     @contextlib.contextmanager
     def open(
         self,
+        step: str,
         stage: int | None,
-        received: Tensor | None = None,
+        received: tuple[Tensor, ...] | None = None,
         seed: int | None = None,
         clock: StepClock | None = None,
     ) -> Iterator[None]:
         """In here, a step is that of `stage`; with ``None``, no layer is run and all hand on ghosts.
 
         Args:
+            step: The step's name.
             stage: The stage's number.
             received: What the stage before left its step with.
             seed: Of the random numbers that layers draw.
             clock: What times layers.
         """
-        self._stage, self._received, self._seed, self._clock = stage, received, seed, clock
+        self._step, self._stage, self._received, self._seed, self._clock = step, stage, received, seed, clock
         self.position, self._is_open, self.is_in_layer = BEFORE_THE_STACK, True, False
+        passes_more = stage is None or any(self.beside.get(step, {}).values())
         try:
-            yield
+            with _StandingIn(self._stand_in) if passes_more else contextlib.nullcontext():
+                yield
         finally:
             self._is_open, self._received, self._clock = False, None, None
+            self._standing.clear()
+
+    def num_passed(self, step: str, stage: int) -> int:
+        """How many tensors `stage` receives in a step."""
+        return 1 + len(self.beside.get(step, {}).get(self.plan.layers_of(stage).start, ()))
 
     def has(self, name: str) -> bool:
         """Whether a parameter is one of a layer."""
@@ -129,26 +149,69 @@ class Passage:
         if index != self.position + 1:
             raise ConfigurationError([_disorder(self._order(index))])
         if self._stage is None:
-            stage = self.plan.stage_at(index)
-            if index == self.plan.layers_of(stage).start:
-                # From here on it counts as what this stage has received.
-                hidden = self._check_hidden(index, hidden_in(args, kwargs))
-                args, kwargs = with_hidden(ghost_like(hidden, watch=self._watch, stage=stage), args, kwargs)
+            args, kwargs = self._look_beside(index, args, kwargs)
             self.position = index
             return self._hand_on(index, layer, forward, args, kwargs)
         own = self.plan.layers_of(self._stage)
+        if index == own.start and self._received is not None:
+            args, kwargs = self._take(index, self._received, args, kwargs)
+        args, kwargs = self._stand_in((args, kwargs))
         if index == own.stop:
-            raise StageExit(self._check_hidden(index, hidden_in(args, kwargs)))
+            raise StageExit((self._check_hidden(index, hidden_in(args, kwargs)), *self._beside(index, args, kwargs)))
         self.position = index
         if index < own.start:
             return self._hand_on(index, layer, forward, args, kwargs)
-        if index == own.start and self._received is not None:
-            args, kwargs = with_hidden(self._received, args, kwargs)
         if ghosts := ghosts_in((args, kwargs)):
             raise ConfigurationError([self._foreign(index, ghosts)])
         timed = contextlib.nullcontext() if self._clock is None else self._clock.of_layer(index)
         with timed, _own_stream(self._seed, index, is_needed=layer.training and torch.is_grad_enabled()):
             return run(*args, **kwargs)
+
+    # What passes from stage to stage ------------------------------------------------------------------------------
+
+    def _look_beside(self, index: int, args: Any, kwargs: Any) -> Any:
+        """Note which arguments of a layer were computed with parameters: these have to pass, too, where it is first."""
+        hidden, stage = hidden_in(args, kwargs), self.plan.stage_at(index)
+        leaves = tree_leaves((args, kwargs))
+        places = [
+            p for p, leaf in enumerate(leaves) if leaf is not hidden and is_ghost(leaf) and leaf.stage is not None
+        ]
+        self.beside[self._step][index] = tuple(places)
+        if index == self.plan.layers_of(stage).start:
+            # From here on it counts as what this stage has received.
+            for ghost in (self._check_hidden(index, hidden), *(leaves[place] for place in places)):
+                self._standing[id(ghost)] = ghost, ghost_like(ghost, watch=self._watch, stage=stage)
+        return self._stand_in((args, kwargs))
+
+    def _take(self, index: int, received: tuple[Tensor, ...], args: Any, kwargs: Any) -> Any:
+        """The arguments of the first layer of a stage, of what it has received."""
+        hidden, *beside = received
+        if (ghost := hidden_in(args, kwargs)) is not None:
+            self._standing[id(ghost)] = ghost, hidden
+        for ghost, tensor in zip(self._beside(index, args, kwargs), beside, strict=True):
+            self._standing[id(ghost)] = ghost, tensor
+        return with_hidden(hidden, args, kwargs)
+
+    def _beside(self, index: int, args: Any, kwargs: Any) -> list[Tensor]:
+        """What passes beside hidden states where layer `index` is called."""
+        leaves = tree_leaves((args, kwargs))
+        places = self.beside.get(self._step, {}).get(index, ())
+        found = [
+            leaf for leaf in (leaves[place] for place in places if place < len(leaves)) if isinstance(leaf, Tensor)
+        ]
+        if len(found) != len(places):
+            raise ConfigurationError(
+                [
+                    f"{self._paths[index]} is given other arguments than in the first step, which has shown what "
+                    "passes from stage to stage; give the same in each step, or pipeline=1"
+                ]
+            )
+        return found
+
+    def _stand_in(self, values: Any) -> Any:
+        """`values` with what was received in the place of ghosts."""
+        standing = self._standing
+        return tree_map(lambda value: standing[id(value)][1] if id(value) in standing else value, values)
 
     def _hand_on(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What the layer would return, as ghosts."""
@@ -186,8 +249,9 @@ class Passage:
     def _foreign(self, index: int, ghosts: list[Ghost]) -> str:
         return (
             f"{self._paths[index]} is given something that another pipeline stage computes (with "
-            f"{name_sources(ghosts) or 'other layers'}): only the first argument of a layer passes from stage to "
-            "stage. Compute what all layers need from the batch alone, without parameters, or give pipeline=1"
+            f"{name_sources(ghosts) or 'other layers'}): only what the first layer of a stage is given passes from "
+            "stage to stage. Give it to every layer, compute it from the batch alone, without parameters, or give "
+            "pipeline=1"
         )
 
     def _refuse(self, ghost: Ghost) -> None:
@@ -196,9 +260,9 @@ class Passage:
         raise ConfigurationError(
             [
                 f"{where}, takes something that only another pipeline stage computes (with "
-                f"{name_sources([ghost]) or 'other layers'}): nothing but the first argument of a layer passes from "
-                "stage to stage. Compute what several stages need from the batch alone, without parameters, or give "
-                "pipeline=1"
+                f"{name_sources([ghost]) or 'other layers'}): only what the first layer of a stage is given passes "
+                "from stage to stage. Give it to every layer, compute it from the batch alone, without parameters, or "
+                "give pipeline=1"
             ]
         )
 
@@ -207,14 +271,31 @@ class Passage:
         return f"the step called {self._paths[index]} after {before}"
 
 
-def apply_passage(layers: Sequence[tuple[str, nn.Module]], plan: StagePlan) -> Passage:
+class _StandingIn(TorchFunctionMode):
+    """While it is entered, operations take what was received where they are given the ghost of it.
+
+    Args:
+        stand_in: From arguments to these.
+    """
+
+    def __init__(self, stand_in: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._stand_in = stand_in
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = self._stand_in((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def apply_passage(layers: Sequence[tuple[str, nn.Module]], plan: StagePlan, *, beside: Beside | None = None) -> Passage:
     """Let the calls of `layers` go through a `Passage`, in place. Names in the state dict stay.
 
     Args:
         layers: All layers of the stack with their paths, in the order in which they run.
         plan: Which of them are which stage.
+        beside: What passes beside hidden states, if that is known.
     """
-    passage = Passage(plan, [path for path, _ in layers])
+    passage = Passage(plan, [path for path, _ in layers], beside)
     for index, (_, layer) in enumerate(layers):
         layer.__class__ = _passing(type(layer), passage, index)
     return passage

@@ -21,7 +21,7 @@ from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.ghosts import GhostReadError, ghost_parameter
 from lightning_parallel.layers import Anatomy
 from lightning_parallel.stages import BEFORE_THE_STACK, Holding, StagePlan, StepCosts, balanced
-from lightning_parallel.techniques.pipeline.passage import Passage, StageExit
+from lightning_parallel.techniques.pipeline.passage import Beside, Passage, StageExit
 from lightning_parallel.techniques.pipeline.rehearsal import unchanged
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
@@ -36,10 +36,12 @@ class Placement:
     Args:
         positions: Where each parameter is used.
         costs: What layers take, if that was measured.
+        beside: What passes from stage to stage beside hidden states.
     """
 
     positions: Positions
     costs: StepCosts | None = None
+    beside: Beside | None = None
 
 
 def positions_by_registration(module: nn.Module, anatomy: Anatomy) -> Positions:
@@ -109,12 +111,13 @@ def release(module: nn.Module, holdings: Mapping[str, Holding], device: torch.de
 # Tracing ------------------------------------------------------------------------------------------------------------
 
 
-def trace_positions(module: nn.Module, passage: Passage, step: Callable[[], Any]) -> Positions:
+def trace_positions(module: nn.Module, passage: Passage, called: str, step: Callable[[], Any]) -> Positions:
     """Where a step uses which parameter, found by running it on ghosts; what it changes on the module is undone.
 
     Args:
         module: The whole module.
-        passage: The way through its stack.
+        passage: The way through its stack; it learns what passes beside hidden states.
+        called: The step's name.
         step: The user's step on a microbatch.
 
     Raises:
@@ -133,7 +136,7 @@ def trace_positions(module: nn.Module, passage: Passage, step: Callable[[], Any]
             used[alias].add(passage.position)
 
     has_returned = False
-    with unchanged(module), passage.traced(module, touch), contextlib.suppress(_ReadError):
+    with unchanged(module), passage.traced(called, module, touch), contextlib.suppress(_ReadError):
         with _reading_ends_it(passage):
             step()
         has_returned = True
