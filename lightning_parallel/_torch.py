@@ -78,6 +78,16 @@ def drop_forward_hooks(unit: nn.Module) -> None:
     state._post_forward_hook_handle.remove()
 
 
+@contextlib.contextmanager
+def outside_of(mode: Any) -> Iterator[None]:
+    """In here, `mode` is not entered, if it was the last one to be: compilers would trace it."""
+    if mode is None or torch.overrides._get_current_function_mode() is not mode:
+        yield
+        return
+    with torch.overrides._pop_mode_temporarily():
+        yield
+
+
 def abandon_step(unit: nn.Module) -> None:
     """Bring a unit whose step ended in an error back to its shards, without gradients that were not reduced yet.
 

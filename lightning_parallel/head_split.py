@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.tensor_borders import WholeBorders
 from lightning_parallel.tensor_exchange import collect, contiguous_backward, leave
@@ -64,6 +65,7 @@ class HeadSplit(TorchFunctionMode):
             return tensor
         return self._borders.as_whole(tensor, self._mesh)
 
+    @_torch.not_compiled  # queries, keys and values differ in strides, for which the compiler has one frame
     def _attend(
         self,
         query: Tensor,

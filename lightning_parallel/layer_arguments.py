@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 
 _BATCH, _LENGTH = 2, 4
-_LIMIT = 120
-"""Guesses for one width of hidden states. One that does not fit mostly fails in a layer's first lines."""
 _HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "heads", "nhead")
 _HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "dim_head", "d_head", "d_k")
 
@@ -96,7 +94,7 @@ _FILLED = (_Shapes.positions, _Shapes.turns, _Shapes.table, _Shapes.tables)
 
 
 def guess_arguments(
-    layer: nn.Module, width: int, vectors: Sequence[int], device: torch.device
+    layer: nn.Module, width: int, vectors: Sequence[int], device: torch.device, *, limit: int
 ) -> Iterator[tuple[list[Any], dict[str, Any]]]:
     """Arguments with which `layer` may run, and those by name, the likeliest first.
 
@@ -105,6 +103,7 @@ def guess_arguments(
         width: Of hidden states `[2, 4, width]`.
         vectors: Other widths that its parameters have.
         device: Where the arguments are made.
+        limit: About how many guesses; one that does not fit mostly fails in a layer's first lines.
     """
     parameters = list(inspect.signature(layer.forward).parameters.values())[1:]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -117,7 +116,7 @@ def guess_arguments(
     yield [states()], dict.fromkeys(required)
     shapes = [_Shapes(width, vectors, size, device) for size in _head_dims(layer, width)]
     for names, shape in itertools.product([required, [*required, *useful]], shapes):
-        for chosen in itertools.islice(_each_choice(names, shape, set(required)), _LIMIT // len(shapes)):
+        for chosen in itertools.islice(_each_choice(names, shape, set(required)), limit // len(shapes)):
             yield [states()], chosen
 
 

@@ -85,7 +85,12 @@ def _noticeable(tensor: Tensor) -> Tensor:
         or float(local.detach().abs().max()) >= _HARDLY
     ):
         return tensor
-    wave = torch.arange(local.numel(), device=local.device).cos().view(local.shape).to(local.dtype) / 4
+    begin = 0  # parts of a whole are different ones
+    if isinstance(tensor, DTensor):
+        coordinates = tensor.device_mesh.get_coordinate() or ()
+        begin = sum(at for at, placement in zip(coordinates, tensor.placements, strict=True) if placement.is_shard())
+    positions = torch.arange(local.numel(), device=local.device) + begin * local.numel()
+    wave = positions.cos().view(local.shape).to(local.dtype) / 4
     if not isinstance(tensor, DTensor):
         return wave
     return DTensor.from_local(

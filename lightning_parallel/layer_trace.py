@@ -113,10 +113,10 @@ def trace_layer(layer: nn.Module) -> LayerTrace:
     The layer is not changed; its parameters are not copied.
     """
     reasons = []
-    for device in ("meta", "cpu"):
+    for device, limit in (("meta", 120), ("cpu", 24)):  # on the host, a guess costs arithmetic
         ghost = _ghost(layer, torch.device(device))
         for width in _widths(ghost):
-            for args, kwargs in guess_arguments(ghost, width, _vectors(ghost), torch.device(device)):
+            for args, kwargs in guess_arguments(ghost, width, _vectors(ghost), torch.device(device), limit=limit):
                 trace = LayerTrace()
                 try:
                     with torch.device(device), warnings.catch_warnings(action="ignore"):

@@ -128,6 +128,8 @@ class Steps:
     def after_evaluation(self) -> None:
         """Call it after a step without backward."""
         self._check_sequences()
+        for lengths in self._lengths:
+            lengths.forget()
         self.free_gathered()
 
     def _check_sequences(self) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from lightning import seed_everything
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from lightning_parallel import ConfigurationError, build_strategy
 from lightning_parallel.layers import find_layers
@@ -403,6 +404,8 @@ CASES = {
     "checkpointed": net(Checkpointed),
     "soft_behind_a_gate": net(SoftBehindAGate),
 }
+FURTHER: dict[str, type[Case]] = {}
+"""For one of the tests alone."""
 REFUSED = {
     "kept": (net(Kept, sizes=SIZES), "changes what layers.0 (Kept) computes"),
     "kept_as_buffers": (net(KeptAsBuffers), "changes what layers.0 (KeptAsBuffers) computes"),
@@ -413,7 +416,7 @@ globals().update({module.__name__: module for module in (*CASES.values(), *(kind
 
 
 def trained(name: str, strategy: str, num_ranks: int) -> Outcome:
-    return train(CASES[name], strategy, num_ranks)
+    return train({**CASES, **FURTHER}[name], strategy, num_ranks)
 
 
 _EXPECTED: dict[str, Outcome] = {}
@@ -475,7 +478,7 @@ class Deep(ConditionedToTheEnd):
         self.layers.append(Conditioned())
 
 
-CASES["deep"] = Deep
+FURTHER["deep"] = Deep
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev", "interleaved,virtual_stages=2"])
@@ -495,18 +498,145 @@ def test_an_evaluation_before_training_passes_conditions(ranks: Any) -> None:
     assert found == pytest.approx([evaluated("auto", 1)] * 2, abs=1e-5)
 
 
-def changed_condition() -> str:
+class Twelve(Net):
+    """More layers than torch compiles versions of a function, and heads that are written into `forward`."""
+
+    layer = Buffers
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.layers = nn.ModuleList(HardHeads() for _ in range(12))
+
+
+class HardHeads(Buffers):
+    def attend(self, x: Tensor, memory: Tensor, turn: Callable[[Tensor], Tensor], mask: Tensor | None = None) -> Tensor:
+        shape = (*x.shape[:2], HEADS, HEAD)
+        q, k, v = (m(x).view(shape).transpose(1, 2) for m in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(x.shape))
+
+
+FURTHER["twelve"] = Twelve
+
+
+def compiled(strategy: str) -> Outcome:
+    # Under tensor, each layer is compiled for itself.
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit="tp_custom" not in strategy):
+        return trained("twelve", f"{strategy}:compile=layers", 2)
+
+
+@pytest.mark.parametrize("strategy", ["tp_custom", "cp_custom", "pp_custom"])
+def test_a_deep_stack_is_compiled_once(ranks: Any, strategy: str) -> None:
+    assert worst(ranks(2).run(compiled, strategy)[0], expected("twelve")) < TOLERANCE
+
+
+class OnlyTheLast(ConditionedToTheEnd):
+    """Of three stages, the one between is given no condition."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.layers = nn.ModuleList(MayBeConditioned() for _ in range(4))
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        x, c = self.tokens(tokens), self.side(tokens[:, 0] % 4)
+        for layer in list(self.layers)[:-1]:
+            x = layer(x)
+        return next_token_loss(self.head(self.layers[-1](x, c)), tokens)
+
+
+class MayBeConditioned(Conditioned):
+    def forward(self, x: Tensor, c: Tensor | None = None) -> Tensor:
+        return super().forward(x, x.mean(1) if c is None else c)
+
+
+class UsesTheMiddle(ConditionedToTheEnd):
+    """The loss takes the hidden states with which the last stage begins."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        c = torch.ones(x.shape[0], WIDTH)
+        for layer in self.layers:
+            before, x = x, layer(x, c)
+        return next_token_loss(self.head(x) + self.head(before), tokens)
+
+
+class Complicated(ConditionedToTheEnd):
+    """Layers take complex numbers that are computed with parameters."""
+
+    layer = Complex
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        turns = torch.polar(torch.ones(LENGTH, HEAD // 2), angles(LENGTH) * self.side.weight.mean())
+        for layer in self.layers:
+            x = layer(x, turns)
+        return next_token_loss(self.head(x), tokens)
+
+
+FURTHER["uses_the_middle"] = UsesTheMiddle
+
+
+def test_the_loss_may_take_what_the_last_stage_has_received(ranks: Any) -> None:
+    assert worst(ranks(2).run(trained, "uses_the_middle", "pp_custom", 2)[0], expected("uses_the_middle")) < TOLERANCE
+
+
+def refused_pipeline(module: type[Case], strategy: str, num_ranks: int) -> str:
     try:
-        train(ChangesTheCondition, "pp_custom", 2)
+        train(module, strategy, num_ranks)
     except ConfigurationError as error:
         return str(error)
     return ""
 
 
-def test_what_no_layer_is_given_does_not_pass(ranks: Any) -> None:
-    message = ranks(2).run(changed_condition)[0]
-    assert "after layers.2, takes something that only another pipeline stage computes (with side.weight)" in message
-    assert "Give it to every layer" in message
+@pytest.mark.parametrize(
+    ("module", "strategy", "size", "words"),
+    [
+        (ChangesTheCondition, "pp_custom", 2, ["after layers.2, takes something that only another", "side.weight"]),
+        (OnlyTheLast, "pp_custom", 4, ["that only another pipeline stage computes (with side.weight)", "every layer"]),
+        (Complicated, "pp_custom", 2, ["layers.2 is given a tensor of torch.complex64 with 2 dimensions", "float32"]),
+    ],
+)
+def test_what_does_not_pass_is_refused(
+    ranks: Any, module: type[Case], strategy: str, size: int, words: list[str]
+) -> None:
+    message = ranks(size).run(refused_pipeline, module, strategy, size)[0]
+    assert [word for word in words if word not in message] == [], message
+
+
+class Picky(Waves):
+    """Wants as many waves as it has positions, of a longer table, and says so by a ValueError."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if cos.shape[0] not in (x.shape[1], 2 * LENGTH) or (cos.shape[0] == 2 * LENGTH and x.shape[1] != LENGTH):
+            raise ValueError("as many waves as positions")
+        return super().forward(x, cos[: x.shape[1]], sin[: x.shape[1]])
+
+
+def long_waves(self: Net, x: Tensor, tokens: Tensor) -> tuple[Any, ...]:
+    return waves(2 * LENGTH)
+
+
+FURTHER["picky"] = net(Picky, long_waves)
+
+
+def test_any_error_of_a_layer_on_a_part_lets_another_way_be_tried(ranks: Any) -> None:
+    assert worst(ranks(2).run(trained, "picky", "cp_custom", 2)[0], expected("picky")) < TOLERANCE
+
+
+def lengths_after_evaluations() -> list[int]:
+    """What a rank has of the last of many batches, each of another length."""
+    module = net(Counting, sizes=(LENGTH,))()
+    tokens = torch.zeros(24, LENGTH, dtype=torch.long)
+    seen: list[int] = []
+    trainer = make_trainer(build_strategy("cp_custom"), 2)
+    module.layers[-1].q.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    batches = [(tokens[:2, :n],) for n in range(5, LENGTH + 1)]
+    trainer.validate(module, DataLoader(batches, batch_size=None), verbose=False)  # type: ignore[arg-type]
+    return seen[-1:]
+
+
+def test_lengths_of_an_evaluation_do_not_pile_up(ranks: Any) -> None:
+    assert ranks(2).run(lengths_after_evaluations) == [[LENGTH // 2]] * 2
 
 
 def refusal(name: str, attention: str) -> str:

@@ -89,7 +89,7 @@ class SteppingStrategy(ProcessGroupStrategy):
         self.steps.after_evaluation()
         if self._lock_step is not None and self._lock_step.is_short_after_this():
             super().predict_step(*args, **kwargs)  # the other ranks gather parameters for one batch more
-            self.steps.free_gathered()
+            self.steps.after_evaluation()
         return result
 
     @override

@@ -137,10 +137,16 @@ class SplitLayer:
         """The layer on hidden states as they are between layers."""
         if self.is_whole:
             return function(*args, **kwargs)
-        mixing = contextlib.nullcontext() if self.flow.is_local else HeadSplit(self.flow.mesh, self.borders)
-        with _torch.slow_attention(), mixing:
+        if not self.flow.is_local:
+            return self._run_on_dtensors(layer, function, args, kwargs)
+        with _torch.slow_attention():
+            return self.borders.run_layer(layer, function, args, kwargs)
+
+    @_torch.not_compiled  # torch 2.13 computes something else once it has compiled as many frames as it may
+    def _run_on_dtensors(self, layer: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with _torch.slow_attention(), HeadSplit(self.flow.mesh, self.borders):
             output = self.borders.run_layer(layer, function, args, kwargs)
-        return output if self.flow.is_local else tree_map_only(DTensor, _result, output)
+        return tree_map_only(DTensor, _result, output)
 
     @contextlib.contextmanager
     def unsplit(self) -> Iterator[None]:

@@ -80,6 +80,7 @@ class SplitAttention(TorchFunctionMode):
             return positions_of_part(self._sequences, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
+    @_torch.not_compiled  # between exchanges there is one kernel; queries, keys and values differ in strides
     def _shared(self, *args: Any, **kwargs: Any) -> Tensor:
         self.calls += 1
         return self._attend(self._sequences, *args, **kwargs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,15 +52,25 @@ def apply_context(
     """
     split = [_SplitStack(attention, Sequences(group, folds=attention == "ring")) for _ in stacks]
     for stack, layers in zip(split, stacks, strict=True):
-        for index, (path, layer) in enumerate(layers):
-            part = _Part(path, stack, is_first=index == 0, is_last=index == len(layers) - 1)
-            layer.__class__ = _splitting(type(layer), part)
+        last = len(layers) - 1
+        parts = {
+            layer: _Part(path, stack, is_first=index == 0, is_last=index == last)
+            for index, (path, layer) in enumerate(layers)
+        }
+        # One class for all layers of a class: a compiler makes a graph for each.
+        classes = {cls: _splitting(cls, parts) for cls in {type(layer) for layer in parts}}
+        for layer in parts:
+            layer.__class__ = classes[type(layer)]
     return [stack.sequences.lengths for stack in split]
 
 
-def _splitting(cls: type[Any], part: _Part) -> type[nn.Module]:
+def _splitting(cls: type[Any], parts: Mapping[nn.Module, _Part]) -> type[nn.Module]:
+    @_torch.not_compiled
+    def part_of(layer: nn.Module) -> _Part:
+        return parts[layer]
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return part.run(self, functools.partial(cls.forward, self), args, kwargs)
+        return part_of(self).run(self, functools.partial(cls.forward, self), args, kwargs)
 
     return _torch.subclass_like(cls, forward)
 
@@ -231,19 +241,25 @@ class _Part:
         try:
             for doubles in (True, False):
                 probed = functools.partial(probing, layer, ((hidden, *args), kwargs), doubles=doubles)
-                try:
-                    with torch.no_grad(), _torch.slow_attention(), probed() as (given, named):
-                        whole = forward(*given, **named)
-                except Exception:
-                    if doubles:
-                        continue  # not everything computes in fp64
-                    raise
+                whole, failure = self._on_whole(forward, probed)
+                if self.stack.sequences.has_any(failure is not None, hidden.device):
+                    if doubles:  # not everything computes in fp64
+                        failure = failure and failure.with_traceback(None)  # whose frames hold the copies
+                        continue
+                    raise failure or ConfigurationError([f"{self.path}: {ELSEWHERE}"])
                 return self._verified(
                     functools.partial(self._differences, layer, forward, probed, whole), dims, hidden.device
                 )
         finally:
             lengths.whole = before
         raise AssertionError("the layer has run neither way, and no error says so")
+
+    def _on_whole(self, forward: Callable[..., Any], probed: Callable[[], Any]) -> tuple[Any, Exception | None]:
+        try:
+            with torch.no_grad(), _torch.slow_attention(), probed() as (args, kwargs):
+                return forward(*args, **kwargs), None
+        except Exception as failure:
+            return None, failure
 
     def _verified(
         self, differences: Callable[[Way], tuple[list[str], int]], dims: list[int], device: torch.device
@@ -289,7 +305,7 @@ class _Part:
             ours = self._joined(self._on_part(layer, forward, part, args[1:], kwargs, attention))
         except ConfigurationError as error:
             return list(error.violations), 0
-        except (RuntimeError, AssertionError, IndexError) as error:
+        except (RuntimeError, AssertionError, IndexError, KeyError, ValueError, TypeError) as error:
             return [failed(self.path, layer, error, has_attention=bool(attention.calls))], 0
         if not attention.calls:
             return [bypassed(self.path, layer)], 0

@@ -25,8 +25,9 @@ from lightning_parallel.stages import StagePlan
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
-_HEADER = 11  # dtype, whether it wants a gradient, number of dimensions, up to eight sizes
+PASSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+MOST_DIMS = 8
+_HEADER = 3 + MOST_DIMS  # dtype, whether it wants a gradient, number of dimensions, sizes
 _Key = tuple[int, int]
 Passed = tuple[Tensor, ...]
 """What a stage hands on: hidden states, and what passes beside them."""
@@ -41,13 +42,13 @@ class _Form:
     sizes: tuple[int, ...]
 
     def header(self) -> list[int]:
-        found = [_DTYPES.index(self.dtype), int(self.wants_gradient), len(self.sizes), *self.sizes]
+        found = [PASSED_DTYPES.index(self.dtype), int(self.wants_gradient), len(self.sizes), *self.sizes]
         return found + [0] * (_HEADER - len(found))
 
     @classmethod
     def announced(cls, header: Sequence[int]) -> _Form:
         kind, wants_gradient, ndim, *sizes = header
-        return cls(_DTYPES[kind], bool(wants_gradient), tuple(sizes[:ndim]))
+        return cls(PASSED_DTYPES[kind], bool(wants_gradient), tuple(sizes[:ndim]))
 
 
 def _forms(passed: Passed) -> list[_Form]:

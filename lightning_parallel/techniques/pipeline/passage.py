@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,14 @@ from lightning_parallel.ghosts import Ghost, Watch, ghost_like, ghosts_in, is_gh
 from lightning_parallel.hidden_states import hidden_in, with_hidden
 from lightning_parallel.randomness import seed_generators, seed_of_part
 from lightning_parallel.stages import BEFORE_THE_STACK, StagePlan
+from lightning_parallel.techniques.pipeline.execution import MOST_DIMS, PASSED_DTYPES
 from lightning_parallel.techniques.pipeline.rehearsal import unchanged
 from lightning_parallel.techniques.pipeline.timing import StepClock
 
 Beside = dict[str, dict[int, tuple[int, ...]]]
 """Name of a step -> layer -> which of the tensors that it is given were computed with parameters, by place."""
+_OUTSIDE = -1
+"""In the place of a layer: whether operations outside of layers take what was received."""
 _REMEMBERED = 4096
 """How many results of layers of other stages are remembered: shapes only, about a kilobyte each."""
 
@@ -66,6 +69,7 @@ class Passage:
         self._step = ""
         self._received: tuple[Tensor, ...] | None = None
         self._standing: dict[int, tuple[Any, Tensor]] = {}
+        self._mode: _StandingIn | None = None
         self._seed: int | None = None
         self._clock: StepClock | None = None
         self._handed_on: dict[Any, Any] = {}
@@ -115,11 +119,12 @@ class Passage:
         self._step, self._stage, self._received, self._seed, self._clock = step, stage, received, seed, clock
         self.position, self._is_open, self.is_in_layer = BEFORE_THE_STACK, True, False
         passes_more = stage is None or any(self.beside.get(step, {}).values())
+        self._mode = _StandingIn(self._stand_in_outside) if passes_more else None
         try:
-            with _StandingIn(self._stand_in) if passes_more else contextlib.nullcontext():
+            with self._mode or contextlib.nullcontext():
                 yield
         finally:
-            self._is_open, self._received, self._clock = False, None, None
+            self._is_open, self._received, self._clock, self._mode = False, None, None, None
             self._standing.clear()
 
     def num_passed(self, step: str, stage: int) -> int:
@@ -157,14 +162,18 @@ class Passage:
             args, kwargs = self._take(index, self._received, args, kwargs)
         args, kwargs = self._stand_in((args, kwargs))
         if index == own.stop:
-            raise StageExit((self._check_hidden(index, hidden_in(args, kwargs)), *self._beside(index, args, kwargs)))
+            passed = (self._check_hidden(index, hidden_in(args, kwargs)), *self._beside(index, args, kwargs))
+            if ghosts := ghosts_in(passed):
+                raise ConfigurationError([self._foreign(index, ghosts)])
+            raise StageExit(passed)
         self.position = index
         if index < own.start:
             return self._hand_on(index, layer, forward, args, kwargs)
         if ghosts := ghosts_in((args, kwargs)):
             raise ConfigurationError([self._foreign(index, ghosts)])
         timed = contextlib.nullcontext() if self._clock is None else self._clock.of_layer(index)
-        with timed, _own_stream(self._seed, index, is_needed=layer.training and torch.is_grad_enabled()):
+        own_stream = _own_stream(self._seed, index, is_needed=layer.training and torch.is_grad_enabled())
+        with timed, own_stream, _torch.outside_of(self._mode):  # its arguments stand in already
             return run(*args, **kwargs)
 
     # What passes from stage to stage ------------------------------------------------------------------------------
@@ -179,9 +188,23 @@ class Passage:
         self.beside[self._step][index] = tuple(places)
         if index == self.plan.layers_of(stage).start:
             # From here on it counts as what this stage has received.
+            for ghost in (leaves[place] for place in places if stage):
+                self._check_beside(index, stage, ghost)
             for ghost in (self._check_hidden(index, hidden), *(leaves[place] for place in places)):
                 self._standing[id(ghost)] = ghost, ghost_like(ghost, watch=self._watch, stage=stage)
         return self._stand_in((args, kwargs))
+
+    def _check_beside(self, index: int, stage: int, ghost: Any) -> None:
+        if self._stand_in(ghost).stage != stage - 1:  # a stage between would have to know of it
+            self._refuse(ghost)
+        if ghost.dtype not in PASSED_DTYPES or ghost.ndim > MOST_DIMS:
+            raise ConfigurationError(
+                [
+                    f"{self._paths[index]} is given a tensor of {ghost.dtype} with {ghost.ndim} dimensions that "
+                    f"another pipeline stage computes; {', '.join(map(str, PASSED_DTYPES))} of at most {MOST_DIMS} "
+                    "dimensions pass. Give another, or pipeline=1"
+                ]
+            )
 
     def _take(self, index: int, received: tuple[Tensor, ...], args: Any, kwargs: Any) -> Any:
         """The arguments of the first layer of a stage, of what it has received."""
@@ -212,6 +235,15 @@ class Passage:
         """`values` with what was received in the place of ghosts."""
         standing = self._standing
         return tree_map(lambda value: standing[id(value)][1] if id(value) in standing else value, values)
+
+    def _stand_in_outside(self, values: Any) -> Any:
+        """The same for operations outside of layers; a trace notes whether there are any."""
+        found = self._stand_in(values)
+        if self._watch is not None and not self.is_in_layer:
+            pairs = zip(tree_leaves(values), tree_leaves(found), strict=True)
+            if any(before is not after for before, after in pairs):
+                self.beside[self._step][_OUTSIDE] = (0,)
+        return found
 
     def _hand_on(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What the layer would return, as ghosts."""
@@ -296,16 +328,19 @@ def apply_passage(layers: Sequence[tuple[str, nn.Module]], plan: StagePlan, *, b
         beside: What passes beside hidden states, if that is known.
     """
     passage = Passage(plan, [path for path, _ in layers], beside)
-    for index, (_, layer) in enumerate(layers):
-        layer.__class__ = _passing(type(layer), passage, index)
+    indices = {layer: index for index, (_, layer) in enumerate(layers)}
+    # One class for all layers of a class: a compiler makes a graph for each.
+    classes = {cls: _passing(cls, passage, indices) for cls in {type(layer) for layer in indices}}
+    for layer in indices:
+        layer.__class__ = classes[type(layer)]
     return passage
 
 
-def _passing(cls: type[Any], passage: Passage, index: int) -> type[nn.Module]:
+def _passing(cls: type[Any], passage: Passage, indices: Mapping[nn.Module, int]) -> type[nn.Module]:
     # Around __call__, not forward: no hook of a layer that is elsewhere runs, and gathering sees what was received.
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run, forward = functools.partial(cls.__call__, self), functools.partial(cls.forward, self)
-        return passage.call(index, self, run, forward, args, kwargs)
+        return passage.call(indices[self], self, run, forward, args, kwargs)
 
     return _torch.subclass_calling(cls, call)
 
