@@ -6,7 +6,6 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import signal
 import socket
 import tempfile
 import time
@@ -20,6 +19,8 @@ DEADLINE = 120.0
 """Seconds that a job may take; a rank that is not done by then is reported with its stack. Jobs take a few seconds."""
 STARTING = 300.0
 """Seconds within which ranks have to be there: all of them import torch side by side, on two cores."""
+WRITING = 5.0
+"""Seconds that a rank has for writing down where it stands."""
 
 
 class RankError(AssertionError):
@@ -57,18 +58,19 @@ class RankPool:
         """``function(*args, **kwargs)`` on every rank; returns the results in order of rank.
 
         Raises:
-            RankError: With the traceback of each rank that raised, or the stack of each that was not done in time.
+            RankError: With the stack of each rank that died or was not done in time, and the traceback of each that
+                raised: in this order, since ranks also raise when another one is gone.
         """
-        job = pickle.dumps((function, args, kwargs))
+        job = pickle.dumps((function, args, kwargs, deadline))
         for connection in self._connections:
             connection.send_bytes(job)
-        end = time.monotonic() + deadline
+        end = time.monotonic() + deadline + WRITING
         answers = [self._answer(rank, end) for rank in range(self.size)]
-        failures = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(answers) if error]
+        failures = [f"rank {rank} {error}" for rank, (error, _) in enumerate(answers) if error]
         if failures:
-            if any("not done" in failure for failure in failures):
+            if any(" raised\n" not in failure for failure in failures):
                 self.close()
-            raise RankError("\n".join(failures))
+            raise RankError("\n".join(sorted(failures, key=lambda failure: " raised\n" in failure)))
         return [result for _, result in answers]
 
     def _answer(self, rank: int, end: float) -> tuple[str, Any]:
@@ -76,11 +78,13 @@ class RankPool:
         try:
             if connection.poll(max(0.0, end - time.monotonic())):
                 return pickle.loads(connection.recv_bytes())
-        except EOFError:
-            return f"died with exit code {process.exitcode}", None
-        os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        return f"not done in time; it stands at\n{(self._folder / f'stack-{rank}').read_text()}", None
+        except (EOFError, ConnectionResetError):
+            process.join(WRITING)
+            return f"died with exit code {process.exitcode} at\n{self._stack(rank)}", None
+        return f"was not done in time and stands at\n{self._stack(rank)}", None
+
+    def _stack(self, rank: int) -> str:
+        return (self._folder / f"stack-{rank}").read_text() or "(no stack was written)"
 
     @property
     def is_alive(self) -> bool:
@@ -114,7 +118,6 @@ def _serve(rank: int, size: int, port: int, connection: Connection, folder: str)
     )
     os.chdir(tempfile.mkdtemp(dir=folder))
     stack = Path(folder, f"stack-{rank}").open("w")  # noqa: SIM115 - open as long as the process lives
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
 
     import torch
 
@@ -125,11 +128,16 @@ def _serve(rank: int, size: int, port: int, connection: Connection, folder: str)
     silence()
     while True:
         try:
-            function, args, kwargs = pickle.loads(connection.recv_bytes())
+            function, args, kwargs, deadline = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        # Anew for each job: Lightning puts the handlers of all signals back to what Python knows of, after each fit.
+        faulthandler.disable()
+        faulthandler.enable(stack)
+        faulthandler.dump_traceback_later(deadline, file=stack)
         try:
             answer = ("", function(*args, **kwargs))
         except BaseException:
-            answer = (traceback.format_exc(), None)
+            answer = (f"raised\n{traceback.format_exc()}", None)
+        faulthandler.cancel_dump_traceback_later()
         connection.send_bytes(pickle.dumps(answer))
