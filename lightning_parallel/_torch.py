@@ -601,7 +601,7 @@ def _ring_options(dtype: torch.dtype, *, balances: bool) -> Iterator[None]:
 
 def has_flash_attention(query: Tensor, value: Tensor) -> bool:
     """Whether there is a kernel of attention for tensors like these that returns logarithms of sums."""
-    if query.shape[-1] != value.shape[-1]:
+    if query.shape[-1] != value.shape[-1] or 0 in (query.numel(), value.numel()):  # torch divides by their numbers
         return False
     if query.device.type == "cpu":
         return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")

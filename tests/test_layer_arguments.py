@@ -388,6 +388,7 @@ CASES = {
     "complex": net(Complex, table, sizes=SIZES),  # a table that is first as long as the sequence, and then longer
     "from_start": net(FromStart, from_start),
     "waves": net(Waves, both, sizes=SIZES),
+    "square_waves": net(Waves, both, sizes=(HEAD, LENGTH, HEAD, 8, HEAD)),  # as many positions as features of a head
     "pair": net(Pair, pair),
     "positions": net(Positions, positions),
     "masked": net(Masked, causal),

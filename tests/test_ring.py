@@ -73,6 +73,21 @@ def test_half_precision(ranks: Any) -> None:
         assert max(found.values()) < 4e-2
 
 
+def of_nothing(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    group = dist.group.WORLD
+    assert group is not None
+    query, key, value = (torch.zeros(shape, requires_grad=True) for _ in range(3))
+    output = attend_in_ring(query, key, value, group, is_causal=True)
+    output.sum().backward()
+    return [tuple(each.shape) for each in (output, query.grad, key.grad, value.grad) if each is not None]
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4, 8), (1, 2, 0, 8)], ids=["no_samples", "no_positions"])
+def test_of_no_numbers_at_all(ranks: Any, shape: tuple[int, ...]) -> None:
+    """The kernel divides by their number, which ends a process without a word."""
+    assert ranks(2).run(of_nothing, shape) == [[shape] * 4] * 2
+
+
 def pieces_of(size: int) -> list[int]:
     group = dist.group.WORLD
     assert group is not None
