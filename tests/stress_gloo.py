@@ -4,7 +4,7 @@
 
 On 2026-11-22, on a virtual machine with 2 x86-64 cores, torch 2.13.0+cpu and other work beside it, a run of this kind
 ended with SIGABRT, "malloc(): unaligned tcache chunk detected", in `gloo::allgather` in a thread of `ProcessGroupGloo`:
-once in some 800,000 collectives of all such runs. Two of four runs of the whole test suite have met a like crash. So
+once in some 800,000 collectives of all such runs. The whole test suite meets up to two such crashes in a run. So
 `tests/ranks.py` runs a job again in which such a thread has crashed, and says so.
 """
 
