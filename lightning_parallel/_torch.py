@@ -601,7 +601,9 @@ def _ring_options(dtype: torch.dtype, *, balances: bool) -> Iterator[None]:
 
 def has_flash_attention(query: Tensor, value: Tensor) -> bool:
     """Whether there is a kernel of attention for tensors like these that returns logarithms of sums."""
-    if query.shape[-1] != value.shape[-1] or 0 in (query.numel(), value.numel()):  # torch divides by their numbers
+    if query.shape[-1] != value.shape[-1]:
+        return False
+    if 0 in (query.numel(), value.numel()):  # the CPU's kernel divides by numbers of samples, heads and positions
         return False
     if query.device.type == "cpu":
         return hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
