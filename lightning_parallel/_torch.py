@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -35,6 +37,39 @@ def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     `DeviceMesh._concatenate`, since 2.10; waits for a public spelling.
     """
     return DeviceMesh._concatenate(list(meshes))
+
+
+@contextlib.contextmanager
+def gloo_of_one_thread() -> Iterator[None]:
+    """In here, groups that are made for gloo have one thread each, where torch gives them two.
+
+    Either thread writes the name of the collective that it has finished into one string of the group, under no lock.
+    Names of more than 15 characters, such as that of the gathers of DTensors, are on the heap, and two writes at once
+    break it: the process ends some time later, anywhere. Found in torch 2.13; `tests/stress_gloo.py` shows it.
+    `ProcessGroupGloo._Options`, in all versions of the window; waits for a lock there, or for `pg_options` of gloo.
+    """
+    if not dist.is_gloo_available():
+        yield
+        return
+    of_torch: Any = dist.distributed_c10d.ProcessGroupGloo
+
+    class OfOneThread(of_torch):  # type: ignore[misc]
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+            options = of_torch._Options()
+            options._timeout, options._threads = timeout, 1
+            options._devices = (
+                [of_torch.create_device(interface=each) for each in interfaces.split(",")]
+                if interfaces
+                else [of_torch.create_default_device()]
+            )
+            super().__init__(store, rank, size, options)
+
+    dist.distributed_c10d.ProcessGroupGloo = OfOneThread  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        dist.distributed_c10d.ProcessGroupGloo = of_torch  # type: ignore[misc]
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], *, source: int, group: Any = None, bucket_bytes: int = 2**26) -> None:

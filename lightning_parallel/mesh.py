@@ -104,7 +104,8 @@ def build_mesh(degrees: Degrees, device_type: str, *, innermost: str = "tensor")
         _built.world, _built.meshes = dist.group.WORLD, {}
     key = (degrees, device_type, innermost)
     if key not in _built.meshes:
-        _built.meshes[key] = _new_mesh(degrees, device_type, innermost)
+        with _torch.gloo_of_one_thread():
+            _built.meshes[key] = _new_mesh(degrees, device_type, innermost)
     return _built.meshes[key]
 
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from tests.quiet import KNOWN
-from tests.ranks import CRASHES, RankPool
+from tests.ranks import RankPool
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,10 +30,6 @@ def parity_table() -> dict[tuple[str, str], str]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if CRASHES:
-        terminalreporter.section("run again, since a thread of gloo crashed")
-        for crash in CRASHES:
-            terminalreporter.line(crash)
     if not _TABLE:
         return
     names = list(dict.fromkeys(name for _, name in _TABLE))

@@ -21,37 +21,6 @@ STARTING = 300.0
 """Seconds within which ranks have to be there: all of them import torch side by side, on two cores."""
 WRITING = 5.0
 """Seconds that a rank has for writing down where it stands, and others for noticing that one has died."""
-MOST_CRASHES = 4
-"""How many crashes of gloo's threads a session may get over; two were the most that were seen."""
-
-
-class Crashes(list[str]):
-    """Jobs that were run again, since a thread of torch's own found the heap broken; printed at the end of the session.
-
-    Threads of gloo do, also where torch is used alone (`stress_gloo.py`); why is not known. Everything else fails at
-    once: a crash of what a test has called, which stands in a thread of Python's, and gloo's own refusals, such as that
-    of messages whose sizes differ, which end a process by SIGABRT, too. So does a crash that comes again.
-    """
-
-    def take(self, job: str, failures: list[str]) -> bool:
-        """Whether `failures` of a job are such a crash, and the first few of the session; notes it if so."""
-        found = next((each for each in failures if _has_broken_heap(each)), None)
-        if found is None or len(self) >= MOST_CRASHES:
-            return False
-        self.append(f"{job}: {' | '.join(found.splitlines()[:3])}")
-        return True
-
-
-def _has_broken_heap(failure: str) -> bool:
-    is_of_python = "Current thread" in failure or "Fatal Python error" not in failure
-    is_of_heap = " died with exit code -11 " in failure or any(word in failure for word in _WORDS_OF_MALLOC)
-    return " died with exit code -" in failure and not is_of_python and is_of_heap
-
-
-_WORDS_OF_MALLOC = ("malloc(): ", "free(): ", "corrupted ", "double free")
-
-
-CRASHES = Crashes()
 
 
 class RankError(AssertionError):
@@ -72,16 +41,13 @@ class RankPool:
     def __init__(self, size: int, folder: Path) -> None:
         self.size = size
         self._folder = folder
-        self._start()
-
-    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         port = free_port()
         self._connections: list[Connection] = []
         self._processes = []
-        for rank in range(self.size):
+        for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.size, port, theirs, str(self._folder))
+            arguments = (rank, size, port, theirs, str(folder))
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -96,16 +62,7 @@ class RankPool:
             RankError: With the stack of each rank that died or was not done in time, and the traceback of each that
                 raised: in this order, since ranks also raise when another one is gone.
         """
-        failures, results = self._run(pickle.dumps((function, args, kwargs, deadline)), deadline)
-        if failures and CRASHES.take(f"{function.__name__}{args}", failures):
-            self._start()
-            failures, results = self._run(pickle.dumps((function, args, kwargs, deadline)), deadline)
-        if failures:
-            raise RankError("\n".join(sorted(failures, key=lambda failure: " raised\n" in failure)))
-        return results
-
-    def _run(self, job: bytes, deadline: float) -> tuple[list[str], list[Any]]:
-        """What failed, and the results in order of rank; without ranks where some cannot take another job."""
+        job = pickle.dumps((function, args, kwargs, deadline))
         for connection in self._connections:
             connection.send_bytes(job)
         failures, results = [], [None] * self.size
@@ -124,7 +81,9 @@ class RankPool:
         failures += [f"rank {rank} was not done in time and stands at\n{self._stack(rank)}" for rank in waiting]
         if any(" raised\n" not in failure for failure in failures):
             self.close()
-        return failures, results
+        if failures:
+            raise RankError("\n".join(sorted(failures, key=lambda failure: " raised\n" in failure)))
+        return results
 
     def _stack(self, rank: int) -> str:
         return (self._folder / f"stack-{rank}").read_text() or "(no stack was written)"
@@ -166,6 +125,7 @@ def _serve(rank: int, size: int, port: int, connection: Connection, folder: str)
     import torch
     from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
+    from lightning_parallel._torch import gloo_of_one_thread
     from tests.quiet import silence
 
     def teardown(self: _SignalConnector) -> None:
@@ -177,7 +137,8 @@ def _serve(rank: int, size: int, port: int, connection: Connection, folder: str)
     put_back, _SignalConnector.teardown = _SignalConnector.teardown, teardown  # type: ignore[method-assign]
     faulthandler.enable(stack)
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
+    with gloo_of_one_thread():
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
     silence()
     while True:
         try:

@@ -1,0 +1,47 @@
+"""Groups that the strategies make have one thread: two of them break the heap, now and then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_parallel.degrees import Degrees
+from lightning_parallel.mesh import build_mesh
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("interface", ["", "lo"])
+def test_the_group_of_a_fit_survives(interface: str) -> None:
+    command = [sys.executable, "-m", "tests.stress_gloo", "--made-by", "fit", "--seconds", "3"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface}
+    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "and no crash with 1 threads" in ended.stdout
+
+
+def threads_of_mesh(degrees: Degrees) -> set[int]:
+    mesh = build_mesh(degrees, "cpu")
+    meshes = (mesh.devices, mesh.data, mesh.gradients)
+    groups = [group for each in meshes for group in each.get_all_groups()]
+    groups += [mesh.stage_host_group, mesh.pipeline_host_group or mesh.host_group]
+    backends: list[Any] = [group._get_backend(torch.device("cpu")) for group in groups]
+    return {backend.options._threads for backend in backends}
+
+
+@pytest.mark.parametrize(
+    "degrees", [Degrees(replicate=2, shard=2), Degrees(shard=2, context=2), Degrees(tensor=2, pipeline=2)]
+)
+def test_so_do_those_of_a_mesh(ranks: Any, degrees: Degrees) -> None:
+    assert ranks(4).run(threads_of_mesh, degrees.resolve(world_size=4)) == [{1}] * 4
+
+
+def test_torch_is_as_it_was() -> None:
+    assert dist.distributed_c10d.ProcessGroupGloo is dist.ProcessGroupGloo
