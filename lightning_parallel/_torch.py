@@ -45,7 +45,7 @@ def gloo_of_one_thread() -> Iterator[None]:
 
     Either thread writes the name of the collective that it has finished into one string of the group, under no lock.
     Names of more than 15 characters, such as that of the gathers of DTensors, are on the heap, and two writes at once
-    break it: the process ends some time later, anywhere. Found in torch 2.13; `tests/stress_gloo.py` shows it.
+    break it: the process ends some time later, anywhere. So in 2.11, 2.13 and 2.14; `tests/stress_gloo.py` shows it.
     `ProcessGroupGloo._Options`, in all versions of the window; waits for a lock there, or for `pg_options` of gloo.
     """
     if not dist.is_gloo_available():
@@ -54,10 +54,12 @@ def gloo_of_one_thread() -> Iterator[None]:
     of_torch: Any = dist.distributed_c10d.ProcessGroupGloo
 
     class OfOneThread(of_torch):  # type: ignore[misc]
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-            interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **settings: Any) -> None:
             options = of_torch._Options()
             options._timeout, options._threads = timeout, 1
+            for name, value in settings.items():  # `enable_reconfigure`, since 2.14
+                setattr(options, name, value)
+            interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
             options._devices = (
                 [of_torch.create_device(interface=each) for each in interfaces.split(",")]
                 if interfaces
