@@ -7,7 +7,8 @@ into a result unseen: what a stage may use is exactly what is no ghost.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +121,32 @@ def ghost_parameter(parameter: nn.Parameter, source: str, device: torch.device) 
     """What stands in the place of a parameter that another stage holds; as trainable as that."""
     ghost = Ghost(_to_meta(parameter), device, frozenset({source}))
     return _torch.as_parameter(ghost.requires_grad_(parameter.requires_grad))  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def ghosts_in_place(module: nn.Module, watch: Watch | None = None) -> Iterator[None]:
+    """In here, all parameters of `module` are ghosts.
+
+    Args:
+        module: Any module.
+        watch: What watches operations on them.
+    """
+    before: list[tuple[nn.Module, str, nn.Parameter]] = []
+    stand_ins: dict[nn.Parameter, Ghost] = {}
+    for path, submodule in module.named_modules():
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None:
+                full = f"{path}.{name}" if path else name
+                before.append((submodule, name, parameter))
+                if parameter not in stand_ins:
+                    stand_ins[parameter] = ghost_like(parameter, full, watch)
+    try:
+        for submodule, name, parameter in before:
+            setattr(submodule, name, _torch.as_parameter(stand_ins[parameter]))
+        yield
+    finally:
+        for submodule, name, parameter in before:
+            setattr(submodule, name, parameter)
 
 
 def is_ghost(value: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.randomness import seed_generators, seed_of_part
+from lightning_parallel.randomness import drawing_from, seed_of_part
 
 
 @dataclass
@@ -94,7 +94,5 @@ def own_stream(group: ProcessGroup, *, is_needed: bool) -> Iterator[None]:
         yield
         return
     seed = int(torch.randint(2**62, ()))
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        seed_generators(seed_of_part(seed, group.rank()))
+    with drawing_from(seed_of_part(seed, group.rank())):
         yield

@@ -15,26 +15,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from lightning_parallel import _torch
-from lightning_parallel.caches import is_cache
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.ghosts import Ghost, Watch, ghost_like, ghosts_in, is_ghost, name_sources
+from lightning_parallel.ghosts import Ghost, Watch, ghost_like, ghosts_in, ghosts_in_place, is_ghost, name_sources
 from lightning_parallel.hidden_states import hidden_in, with_hidden
-from lightning_parallel.randomness import seed_generators, seed_of_part
+from lightning_parallel.randomness import drawing_from, seed_of_part
 from lightning_parallel.stages import BEFORE_THE_STACK, StagePlan
 from lightning_parallel.techniques.pipeline.execution import MOST_DIMS, PASSED_DTYPES
-from lightning_parallel.techniques.pipeline.rehearsal import unchanged
+from lightning_parallel.techniques.pipeline.rehearsal import Rehearsals
+from lightning_parallel.techniques.pipeline.stand_ins import StandingIn, StandIns
 from lightning_parallel.techniques.pipeline.timing import StepClock
 
 Beside = dict[str, dict[int, tuple[int, ...]]]
 """Name of a step -> layer -> which of the tensors that it is given were computed with parameters, by place."""
 _OUTSIDE = -1
 """In the place of a layer: whether operations outside of layers take what was received."""
-_REMEMBERED = 4096
-"""How many results of layers of other stages are remembered: shapes only, about a kilobyte each."""
 
 
 class StageExit(BaseException):
@@ -68,13 +65,12 @@ class Passage:
         self._is_open = False
         self._step = ""
         self._received: tuple[Tensor, ...] | None = None
-        self._standing: dict[int, tuple[Any, Tensor]] = {}
-        self._mode: _StandingIn | None = None
+        self._standing = StandIns()
+        self._mode: StandingIn | None = None
         self._seed: int | None = None
         self._clock: StepClock | None = None
-        self._handed_on: dict[Any, Any] = {}
+        self._rehearsals = Rehearsals()
         self._watch: Watch | None = None
-        self.is_in_layer = False
 
     @contextlib.contextmanager
     def traced(self, step: str, module: nn.Module, touch: Callable[[str], None]) -> Iterator[None]:
@@ -89,14 +85,14 @@ class Passage:
             ConfigurationError: From the step, where it takes to a stage what another one computes.
         """
         self._watch = Watch(lambda: self.plan.stage_at(self.position), touch, self._refuse)
-        self._handed_on.clear()
+        self._rehearsals.forget()
         try:
             self.beside[step] = {}
             with ghosts_in_place(module, self._watch), self.open(step, None):
                 yield
         finally:
             self._watch = None
-            self._handed_on.clear()
+            self._rehearsals.forget()
 
     @contextlib.contextmanager
     def open(
@@ -117,15 +113,20 @@ class Passage:
             clock: What times layers.
         """
         self._step, self._stage, self._received, self._seed, self._clock = step, stage, received, seed, clock
-        self.position, self._is_open, self.is_in_layer = BEFORE_THE_STACK, True, False
+        self.position, self._is_open = BEFORE_THE_STACK, True
         passes_more = stage is None or any(self.beside.get(step, {}).values())
-        self._mode = _StandingIn(self._stand_in_outside) if passes_more else None
+        self._mode = StandingIn(self._stand_in_outside) if passes_more else None
         try:
             with self._mode or contextlib.nullcontext():
                 yield
         finally:
             self._is_open, self._received, self._clock, self._mode = False, None, None, None
             self._standing.clear()
+
+    @property
+    def is_in_layer(self) -> bool:
+        """Whether a layer is run on ghosts just now."""
+        return self._rehearsals.is_running
 
     def num_passed(self, step: str, stage: int) -> int:
         """How many tensors `stage` receives in a step."""
@@ -160,7 +161,7 @@ class Passage:
         own = self.plan.layers_of(self._stage)
         if index == own.start and self._received is not None:
             args, kwargs = self._take(index, self._received, args, kwargs)
-        args, kwargs = self._stand_in((args, kwargs))
+        args, kwargs = self._standing.replace((args, kwargs))
         if index == own.stop:
             passed = (self._check_hidden(index, hidden_in(args, kwargs)), *self._beside(index, args, kwargs))
             if ghosts := ghosts_in(passed):
@@ -191,11 +192,11 @@ class Passage:
             for ghost in (leaves[place] for place in places if stage):
                 self._check_beside(index, stage, ghost)
             for ghost in (self._check_hidden(index, hidden), *(leaves[place] for place in places)):
-                self._standing[id(ghost)] = ghost, ghost_like(ghost, watch=self._watch, stage=stage)
-        return self._stand_in((args, kwargs))
+                self._standing.put(ghost, ghost_like(ghost, watch=self._watch, stage=stage))
+        return self._standing.replace((args, kwargs))
 
     def _check_beside(self, index: int, stage: int, ghost: Any) -> None:
-        if self._stand_in(ghost).stage != stage - 1:  # a stage between would have to know of it
+        if self._standing.replace(ghost).stage != stage - 1:  # a stage between would have to know of it
             self._refuse(ghost)
         if ghost.dtype not in PASSED_DTYPES or ghost.ndim > MOST_DIMS:
             raise ConfigurationError(
@@ -210,9 +211,9 @@ class Passage:
         """The arguments of the first layer of a stage, of what it has received."""
         hidden, *beside = received
         if (ghost := hidden_in(args, kwargs)) is not None:
-            self._standing[id(ghost)] = ghost, hidden
+            self._standing.put(ghost, hidden)
         for ghost, tensor in zip(self._beside(index, args, kwargs), beside, strict=True):
-            self._standing[id(ghost)] = ghost, tensor
+            self._standing.put(ghost, tensor)
         return with_hidden(hidden, args, kwargs)
 
     def _beside(self, index: int, args: Any, kwargs: Any) -> list[Tensor]:
@@ -231,14 +232,9 @@ class Passage:
             )
         return found
 
-    def _stand_in(self, values: Any) -> Any:
-        """`values` with what was received in the place of ghosts."""
-        standing = self._standing
-        return tree_map(lambda value: standing[id(value)][1] if id(value) in standing else value, values)
-
     def _stand_in_outside(self, values: Any) -> Any:
         """The same for operations outside of layers; a trace notes whether there are any."""
-        found = self._stand_in(values)
+        found = self._standing.replace(values)
         if self._watch is not None and not self.is_in_layer:
             pairs = zip(tree_leaves(values), tree_leaves(found), strict=True)
             if any(before is not after for before, after in pairs):
@@ -247,23 +243,7 @@ class Passage:
 
     def _hand_on(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What the layer would return, as ghosts."""
-        args, kwargs = tree_map(lambda value: None if is_cache(value) else value, (args, kwargs))
-        key = (index, torch.is_grad_enabled(), *map(_kind, tree_leaves((args, kwargs))))
-        if key not in self._handed_on:
-            if len(self._handed_on) > _REMEMBERED:  # of batches whose length varies
-                self._handed_on.clear()
-            hidden = hidden_in(args, kwargs)
-            args, kwargs = with_hidden(hidden if is_ghost(hidden) else ghost_like(hidden), args, kwargs)
-            self.is_in_layer = True
-            self._handed_on[key] = self._rehearsed(layer, forward, args, kwargs)
-            self.is_in_layer = False
-        return tree_map(lambda value: value.detach() if is_ghost(value) else value, self._handed_on[key])
-
-    def _rehearsed(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._watch is not None:  # all of the module is ghosts already, and what changes is undone
-            return tree_map(_as_value, forward(*args, **kwargs))
-        with torch.no_grad(), unchanged(layer), ghosts_in_place(layer):
-            return tree_map(_as_value, forward(*args, **kwargs))
+        return self._rehearsals.result(index, layer, forward, args, kwargs, watch=self._watch)
 
     def _check_hidden(self, index: int, hidden: Any) -> Tensor:
         if is_ghost(hidden) and self._watch is None:
@@ -279,44 +259,18 @@ class Passage:
         return hidden
 
     def _foreign(self, index: int, ghosts: list[Ghost]) -> str:
-        return (
-            f"{self._paths[index]} is given something that another pipeline stage computes (with "
-            f"{name_sources(ghosts) or 'other layers'}): only what the first layer of a stage is given passes from "
-            "stage to stage. Give it to every layer, compute it from the batch alone, without parameters, or give "
-            "pipeline=1"
-        )
+        return _foreign(f"{self._paths[index]} is given", ghosts)
 
     def _refuse(self, ghost: Ghost) -> None:
-        begun = self._paths[self.position] if self.position >= 0 else ""
-        where = f"{'' if self.is_in_layer else 'the step, after '}{begun}" if begun else "the step"
-        raise ConfigurationError(
-            [
-                f"{where}, takes something that only another pipeline stage computes (with "
-                f"{name_sources([ghost]) or 'other layers'}): only what the first layer of a stage is given passes "
-                "from stage to stage. Give it to every layer, compute it from the batch alone, without parameters, or "
-                "give pipeline=1"
-            ]
-        )
+        where = "the step"
+        if self.position >= 0:
+            begun = self._paths[self.position]
+            where = begun if self.is_in_layer else f"the step, after {begun},"
+        raise ConfigurationError([_foreign(f"{where} takes", [ghost])])
 
     def _order(self, index: int) -> str:
         before = self._paths[self.position] if self.position >= 0 else "the beginning of the step"
         return f"the step called {self._paths[index]} after {before}"
-
-
-class _StandingIn(TorchFunctionMode):
-    """While it is entered, operations take what was received where they are given the ghost of it.
-
-    Args:
-        stand_in: From arguments to these.
-    """
-
-    def __init__(self, stand_in: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._stand_in = stand_in
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = self._stand_in((args, kwargs or {}))
-        return func(*args, **kwargs)
 
 
 def apply_passage(layers: Sequence[tuple[str, nn.Module]], plan: StagePlan, *, beside: Beside | None = None) -> Passage:
@@ -345,53 +299,22 @@ def _passing(cls: type[Any], passage: Passage, indices: Mapping[nn.Module, int])
     return _torch.subclass_calling(cls, call)
 
 
-@contextlib.contextmanager
-def ghosts_in_place(module: nn.Module, watch: Watch | None = None) -> Iterator[None]:
-    """In here, all parameters of `module` are ghosts.
-
-    Args:
-        module: Any module.
-        watch: What watches operations on them.
-    """
-    before: list[tuple[nn.Module, str, nn.Parameter]] = []
-    stand_ins: dict[nn.Parameter, Ghost] = {}
-    for path, submodule in module.named_modules():
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None:
-                full = f"{path}.{name}" if path else name
-                before.append((submodule, name, parameter))
-                if parameter not in stand_ins:
-                    stand_ins[parameter] = ghost_like(parameter, full, watch)
-    try:
-        for submodule, name, parameter in before:
-            setattr(submodule, name, _torch.as_parameter(stand_ins[parameter]))
-        yield
-    finally:
-        for submodule, name, parameter in before:
-            setattr(submodule, name, parameter)
-
-
-def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype
-    return leaf if leaf is None or isinstance(leaf, bool | int | float | str) else type(leaf)
-
-
-def _as_value(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-@contextlib.contextmanager
-def _own_stream(seed: int | None, index: int, *, is_needed: bool) -> Iterator[None]:
+def _own_stream(seed: int | None, index: int, *, is_needed: bool) -> contextlib.AbstractContextManager[None]:
     """Random numbers of one layer, whichever stage it is on: what other layers draw does not matter."""
     # `seed` is that of a microbatch, and theirs are neighbouring parts of one, so layers' are far from these.
-    if seed is None or not is_needed:
-        yield
-        return
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        seed_generators(seed_of_part(seed, (index + 1) << 20))
-        yield
+    return (
+        contextlib.nullcontext()
+        if seed is None or not is_needed
+        else drawing_from(seed_of_part(seed, (index + 1) << 20))
+    )
+
+
+def _foreign(where: str, ghosts: list[Ghost]) -> str:
+    return (
+        f"{where} something that only another pipeline stage computes (with "
+        f"{name_sources(ghosts) or 'other layers'}): only what the first layer of a stage is given passes from stage "
+        "to stage. Give it to every layer, compute it from the batch alone, without parameters, or give pipeline=1"
+    )
 
 
 def _disorder(what: str) -> str:
