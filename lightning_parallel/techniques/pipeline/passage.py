@@ -243,7 +243,7 @@ class Passage:
 
     def _hand_on(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What the layer would return, as ghosts."""
-        return self._rehearsals.result(index, layer, forward, args, kwargs, watch=self._watch)
+        return self._rehearsals.result(index, layer, forward, args, kwargs, is_on_ghosts=self._watch is not None)
 
     def _check_hidden(self, index: int, hidden: Any) -> Tensor:
         if is_ghost(hidden) and self._watch is None:

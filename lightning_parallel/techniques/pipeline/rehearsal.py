@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_parallel.caches import is_cache
-from lightning_parallel.ghosts import Watch, ghost_like, ghosts_in_place, is_ghost
+from lightning_parallel.ghosts import ghost_like, ghosts_in_place, is_ghost
 from lightning_parallel.hidden_states import hidden_in, with_hidden
 
 _REMEMBERED = 4096
@@ -36,7 +36,7 @@ class Rehearsals:
         args: Any,
         kwargs: Any,
         *,
-        watch: Watch | None = None,
+        is_on_ghosts: bool,
     ) -> Any:
         """What `forward` of layer `index` would return.
 
@@ -46,7 +46,7 @@ class Rehearsals:
             forward: Its own forward, past what was put around it.
             args: What it is given.
             kwargs: The same.
-            watch: What watches; then all parameters of the module are ghosts already, and what changes is undone.
+            is_on_ghosts: Whether all parameters of the module are ghosts already, and what changes is undone.
         """
         args, kwargs = tree_map(lambda value: None if is_cache(value) else value, (args, kwargs))
         key = (index, torch.is_grad_enabled(), *map(_kind, tree_leaves((args, kwargs))))
@@ -55,7 +55,7 @@ class Rehearsals:
                 self.forget()
             hidden = hidden_in(args, kwargs)
             args, kwargs = with_hidden(hidden if is_ghost(hidden) else ghost_like(hidden), args, kwargs)
-            with self._running(), contextlib.nullcontext() if watch is not None else _on_ghosts(layer):
+            with self._running(), contextlib.nullcontext() if is_on_ghosts else _on_ghosts(layer):
                 self._results[key] = tree_map(_as_value, forward(*args, **kwargs))
         return tree_map(lambda value: value.detach() if is_ghost(value) else value, self._results[key])
 
