@@ -23,12 +23,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
-def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """A mesh of one axis `name` in place of all axes of `mesh`.
+def flattened(mesh: DeviceMesh, name: str, *, backend: str | None = None) -> DeviceMesh:
+    """A mesh of one axis `name` in place of all axes of `mesh`; with `backend`, always in a group of its own.
 
     `DeviceMesh._flatten`, since 2.4; waits for a public spelling.
     """
-    return mesh._flatten(name)
+    return mesh._flatten(name, backend)
 
 
 def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -46,6 +46,8 @@ def gloo_of_one_thread() -> Iterator[None]:
     Either thread writes the name of the collective that it has finished into one string of the group, under no lock.
     Names of more than 15 characters, such as that of the gathers of DTensors, are on the heap, and two writes at once
     break it: the process ends some time later, anywhere. So in 2.11, 2.13 and 2.14; `tests/stress_gloo.py` shows it.
+    Not for the group of the process, in which DDP runs: the names of its collectives are short, and its PowerSGD waits
+    for one collective in the thread that has ended another, which one thread alone would do for ever.
     `ProcessGroupGloo._Options`, in all versions of the window; waits for a lock there, or for `pg_options` of gloo.
     """
     if not dist.is_gloo_available():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -115,7 +117,9 @@ def _new_mesh(degrees: Degrees, device_type: str, innermost: str) -> Mesh:
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == AXES["shard"]}
     if degrees.replicate == 1:
         sizes = {DATA if axis == AXES["shard"] else axis: size for axis, size in sizes.items()}
-    devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    backend = _own_backend(device_type)
+    own: Any = None if backend is None else dict.fromkeys(sizes, backend)
+    devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=own)
     data, sharding, gradients = _data_meshes(devices, degrees)
     world = dist.group.WORLD if device_type == "cpu" else dist.new_group(backend="gloo")
     assert isinstance(world, ProcessGroup)
@@ -124,6 +128,11 @@ def _new_mesh(degrees: Degrees, device_type: str, innermost: str) -> Mesh:
     stages = devices.mesh.movedim(list(sizes).index(AXES["pipeline"]), 0).flatten(1)  # a row for each of its ranks
     stage, pipeline = _host_group(stages.tolist()), _host_group(stages.t().tolist())
     return Mesh(degrees, devices, data, sharding, gradients, world, stage, pipeline)
+
+
+def _own_backend(device_type: str) -> str | None:
+    """What an axis of all ranks has a group of its own of, instead of sharing that of the process: see `_torch`."""
+    return "gloo" if device_type == "cpu" and dist.get_backend() == "gloo" else None
 
 
 def _host_group(all_ranks: list[list[int]]) -> ProcessGroup:
@@ -139,14 +148,15 @@ def _data_meshes(devices: DeviceMesh, degrees: Degrees) -> tuple[DeviceMesh, Dev
     Ranks that share a sequence have gradients of different parts of it, so parameters are sharded over them, too.
     """
     replicate, shard, context = AXES["replicate"], AXES["shard"], AXES["context"]
+    flattened = functools.partial(_torch.flattened, backend=_own_backend(devices.device_type))
     has_context = degrees.context != 1
     if degrees.replicate == 1:
         data = devices[DATA]
-        gradients = _torch.flattened(devices[(DATA, context)], _GRADIENTS) if has_context else data
+        gradients = flattened(devices[(DATA, context)], _GRADIENTS) if has_context else data
         return data, gradients, gradients
-    data = _torch.flattened(devices[(replicate, shard)], DATA)
+    data = flattened(devices[(replicate, shard)], DATA)
     if not has_context:
         return data, devices[(replicate, shard)], data
-    shards = _torch.flattened(devices[(shard, context)], _SHARDS)
-    gradients = _torch.flattened(devices[(replicate, shard, context)], _GRADIENTS)
+    shards = flattened(devices[(shard, context)], _SHARDS)
+    gradients = flattened(devices[(replicate, shard, context)], _GRADIENTS)
     return data, _torch.concatenated([devices[replicate], shards]), gradients

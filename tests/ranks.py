@@ -125,7 +125,6 @@ def _serve(rank: int, size: int, port: int, connection: Connection, folder: str)
     import torch
     from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
-    from lightning_parallel._torch import gloo_of_one_thread
     from tests.quiet import silence
 
     def teardown(self: _SignalConnector) -> None:
@@ -137,8 +136,7 @@ def _serve(rank: int, size: int, port: int, connection: Connection, folder: str)
     put_back, _SignalConnector.teardown = _SignalConnector.teardown, teardown  # type: ignore[method-assign]
     faulthandler.enable(stack)
     torch.set_num_threads(1)
-    with gloo_of_one_thread():
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
     silence()
     while True:
         try:

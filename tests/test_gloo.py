@@ -1,4 +1,4 @@
-"""Groups that the strategies make have one thread: two of them break the heap, now and then."""
+"""Groups of a mesh have one thread: two of them break the heap, now and then. DDP needs two."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("interface", ["", "lo"])
-def test_the_group_of_a_fit_survives(interface: str) -> None:
-    command = [sys.executable, "-m", "tests.stress_gloo", "--made-by", "fit", "--seconds", "3"]
+def test_the_group_of_a_mesh_survives(interface: str) -> None:
+    command = [sys.executable, "-m", "tests.stress_gloo", "--made-by", "build_mesh", "--seconds", "3"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface}
     ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
@@ -31,16 +31,31 @@ def threads_of_mesh(degrees: Degrees) -> set[int]:
     mesh = build_mesh(degrees, "cpu")
     meshes = (mesh.devices, mesh.data, mesh.gradients)
     groups = [group for each in meshes for group in each.get_all_groups()]
-    groups += [mesh.stage_host_group, mesh.pipeline_host_group or mesh.host_group]
-    backends: list[Any] = [group._get_backend(torch.device("cpu")) for group in groups]
-    return {backend.options._threads for backend in backends}
+    groups += [mesh.pipeline_host_group] if mesh.pipeline_host_group is not None else []
+    return {_threads(group) for group in groups}
+
+
+def _threads(group: Any) -> int:
+    return int(group._get_backend(torch.device("cpu")).options._threads)
 
 
 @pytest.mark.parametrize(
-    "degrees", [Degrees(replicate=2, shard=2), Degrees(shard=2, context=2), Degrees(tensor=2, pipeline=2)]
+    "degrees",
+    [
+        Degrees(shard=4),
+        Degrees(replicate=2, shard=2),
+        Degrees(shard=2, context=2),
+        Degrees(replicate=2, context=2),
+        Degrees(tensor=2, pipeline=2),
+    ],
 )
-def test_so_do_those_of_a_mesh(ranks: Any, degrees: Degrees) -> None:
+def test_every_axis_has_one(ranks: Any, degrees: Degrees) -> None:
     assert ranks(4).run(threads_of_mesh, degrees.resolve(world_size=4)) == [{1}] * 4
+    assert ranks(4).run(threads_of_the_process) == [2] * 4
+
+
+def threads_of_the_process() -> int:
+    return _threads(dist.group.WORLD)
 
 
 def test_torch_is_as_it_was() -> None:

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel import _torch
 from lightning_parallel.checkpoint.whole import (
     load_whole_optimizer_state,
     load_whole_state_dict,
@@ -153,13 +152,12 @@ class ProcessGroupStrategy(ParallelStrategy):
         self._process_group_backend = self.chosen_backend()
         assert self.cluster_environment is not None
         device = self.root_device
-        with _torch.gloo_of_one_thread():
-            _init_dist_connection(
-                self.cluster_environment,
-                self._process_group_backend,
-                timeout=self._timeout,
-                device_id=device if device.type != "cpu" else None,
-            )
+        _init_dist_connection(
+            self.cluster_environment,
+            self._process_group_backend,
+            timeout=self._timeout,
+            device_id=device if device.type != "cpu" else None,
+        )
         assert self.lightning_module is not None
         self._deferral.attach(self.lightning_module)
 
