@@ -693,13 +693,15 @@ def flash_attention_backward(
 def checkpoints_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """In here, what `torch.utils.checkpoint.checkpoint` is to run, now and again in backward, is ``wrap(function)``.
 
-    `CheckpointFunction`, since 1.0, and `_checkpoint_without_reentrant_generator`, since 2.1, which `checkpoint` looks
-    up in its module; the function itself may have been imported anywhere.
+    `CheckpointFunction`, since 1.0, and `_checkpoint_without_reentrant_generator`, since 2.1, or what ends in `_impl`,
+    since 2.14, which `checkpoint` looks up in its module; the function itself may have been imported anywhere.
     """
     from torch.utils import checkpoint as module
 
     checkpoint: Any = module
-    reentrant, generator = checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator
+    name = "_checkpoint_without_reentrant_generator"
+    name = f"{name}_impl" if hasattr(checkpoint, f"{name}_impl") else name
+    reentrant, generator = checkpoint.CheckpointFunction, getattr(checkpoint, name)
 
     def apply(function: Callable[..., Any], *args: Any) -> Any:
         return reentrant.apply(wrap(function), *args)
@@ -708,12 +710,12 @@ def checkpoints_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]
         return generator(wrap(function), *args, **kwargs)
 
     checkpoint.CheckpointFunction = SimpleNamespace(apply=apply)
-    checkpoint._checkpoint_without_reentrant_generator = without_reentrant
+    setattr(checkpoint, name, without_reentrant)
     try:
         yield
     finally:
         checkpoint.CheckpointFunction = reentrant
-        checkpoint._checkpoint_without_reentrant_generator = generator
+        setattr(checkpoint, name, generator)
 
 
 def is_in_backward() -> bool:

@@ -34,7 +34,8 @@ from tests.parity import make_trainer
         ("fsdp_custom", 2, {"precision": "transformer-engine"}, []),
         ("fsdp_custom", 2, {"sync_batchnorm": True}, ["sync_batchnorm=True needs CUDA"]),
         ("dp_custom", 2, {"num_nodes": 2}, ["num_nodes=2", "ddp_custom"]),
-        ("fsdp_custom:process_group_backend=nccl", 2, {}, ["'nccl' is not available"]),
+        ("fsdp_custom:process_group_backend=nccl", 2, {}, ["'nccl' needs CUDA devices"]),
+        ("fsdp_custom:process_group_backend=mpi", 2, {}, ["'mpi' is not available"]),
         ("fsdp_custom:shard=3,reshard=7,offload=some", 4, {}, ["2 problems", "offload='some'", "shard 3"]),
     ],
 )

@@ -316,6 +316,10 @@ def sent(case: str) -> tuple[dict[str, int], dict[str, int]]:
     return forward.by_kind(), backward.by_kind()
 
 
+# Of three slices of it: torch 2.14 adds them up before it sends them.
+GRADIENT_OF_GATHERED = {"reduce_scatter": 1} if torch.__version__ >= (2, 14) else {"all_reduce": 2 + 3}
+
+
 @pytest.mark.parametrize(
     ("case", "layers", "forward", "backward"),
     [
@@ -327,7 +331,7 @@ def sent(case: str) -> tuple[dict[str, int], dict[str, int]]:
         # The head of keys and that of values are whole, and each rank has the gradient of its queries.
         ("one_key_head", 3, {"all_reduce": 2}, {"all_reduce": 2 + 2}),
         # Parts of a map for queries, keys and values together are no heads: its result is gathered.
-        ("byte_gpt", 3, {"all_reduce": 2, "gather": 1}, {"all_reduce": 2 + 3}),
+        ("byte_gpt", 3, {"all_reduce": 2, "gather": 1}, {"all_reduce": 2, **GRADIENT_OF_GATHERED}),
         # `nn.MultiheadAttention` packs its weights, and so its biases: each is gathered, and its gradient scattered.
         ("encoder", 3, {"all_reduce": 2, "gather": 2}, {"all_reduce": 2, "reduce_scatter": 2}),
     ],

@@ -53,7 +53,12 @@ def device_violations(
             f"sync_batchnorm=True needs CUDA devices, but the device is {device_type}: torch's SyncBatchNorm has no "
             "other kernel; leave it out (statistics are then those of rank 0, as under DDP)"
         )
-    if backend is not None and not dist.is_backend_available(backend.partition(":")[2] or backend):
+    if backend == "nccl" and device_type != "cuda":
+        found.append(
+            f"process_group_backend='nccl' needs CUDA devices, but the device is {device_type}; leave it out, or give "
+            "'gloo'"
+        )
+    elif backend is not None and not dist.is_backend_available(backend.partition(":")[2] or backend):
         found.append(f"process_group_backend={backend!r} is not available here; leave it out, or give 'gloo'")
     return found
 
