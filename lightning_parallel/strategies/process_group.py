@@ -230,7 +230,8 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        options = {} if weights_only is None else {"weights_only": weights_only}  # Lightning's, since 2.6
+        checkpoint = super().load_checkpoint(checkpoint_path, **options)
         self._streams.take_from(checkpoint)
         return checkpoint
 
