@@ -42,7 +42,7 @@ def goes_wrong(how: str) -> int:
     [
         ("raise", ["rank 1 raised", "ValueError: wrong"]),
         ("stand", ["rank 0 was not done in time", "in barrier", "rank 1 was not done in time", "in goes_wrong"]),
-        ("die", ["rank 1 died with exit code -11", "in goes_wrong"]),
+        ("die", ["rank 1 died with exit code -11", "Current thread", "in goes_wrong"]),
         ("mismatch", ["rank 1 died with exit code -6", "gloo::EnforceNotMet"]),  # in a thread of gloo
     ],
 )
