@@ -11,19 +11,18 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel import _torch
+from lightning_parallel.init_replay import Memory, Operation, Window, put, replay
 
 _META = torch.device("meta")
 _IS_META, _DEVICE = Tensor.is_meta.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
@@ -33,35 +32,6 @@ _READING = {"_local_scalar_dense", "_to_copy", "equal", "is_nonzero"}
 
 class NotRecordableError(Exception):
     """What construction does cannot be replayed later with the same numbers."""
-
-
-@dataclass(frozen=True)
-class _Ref:
-    """A recorded tensor: a window onto a storage, which is known by a number."""
-
-    storage: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    num_bytes: int
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the window shows each element of its storage."""
-        return torch.Size(self.size).numel() * self.dtype.itemsize == self.num_bytes
-
-
-@dataclass(frozen=True)
-class _Operation:
-    function: Any
-    args: Any
-    kwargs: dict[str, Any]
-    outputs: tuple[_Ref, ...]
-    reads: frozenset[int]
-    writes: frozenset[int]
-    overwrites: int | None
-    is_random: bool
 
 
 class InitRecord:
@@ -76,11 +46,11 @@ class InitRecord:
     """
 
     def __init__(self) -> None:
-        self._operations: list[_Operation] = []
+        self._operations: list[Operation] = []
         self._storages: dict[int, Any] = {}  # kept, so that no number is given twice
         self._made: list[weakref.ref[Tensor]] = []
         self._rng_state = torch.get_rng_state()
-        self._names: dict[str, _Ref] = {}
+        self._names: dict[str, Window] = {}
         self._modes = contextlib.ExitStack()
 
     def __enter__(self) -> InitRecord:
@@ -95,10 +65,10 @@ class InitRecord:
     def finish(self, module: nn.Module) -> None:
         """Note under which names the recorded tensors are found in `module`."""
         self._check_random_state()
-        self._names = {name: self.ref(t) for name, t in _named_tensors(module) if t.is_meta and self.knows(t)}
-        kept = {ref.storage for ref in self._names.values()}
+        self._names = {name: self.window(t) for name, t in _named_tensors(module) if t.is_meta and self.knows(t)}
+        kept = {window.storage for window in self._names.values()}
         for made in self._made:
-            if (tensor := made()) is not None and self.ref(tensor).storage not in kept:
+            if (tensor := made()) is not None and self.window(tensor).storage not in kept:
                 raise NotRecordableError("a tensor is kept outside parameters, buffers and attributes")
 
     @torch.no_grad()
@@ -111,18 +81,18 @@ class InitRecord:
             shards_on: Where shards go; `device` if not given.
         """
         names: dict[int, list[str]] = defaultdict(list)
-        for name, ref in self._names.items():
-            names[ref.storage].append(name)
+        for name, window in self._names.items():
+            names[window.storage].append(name)
         made: dict[Tensor, nn.Parameter] = {}
 
-        def deliver(storage: int, memory: _Memory) -> None:
+        def deliver(storage: int, memory: Memory) -> None:
             for name in names.get(storage, ()):
-                _put(module, name, memory.view(self._names[name]), device, shards_on or device, made)
+                put(module, name, memory.view(self._names[name]), device, shards_on or device, made)
 
         after = torch.get_rng_state()
         start, is_same = self._agreed_start(device)
         torch.set_rng_state(start)
-        self._replay(deliver, names.keys())
+        replay(self._operations, wanted=names, deliver=deliver)
         if not is_same or not torch.equal(after, self._rng_state):
             torch.set_rng_state(after)
 
@@ -130,11 +100,11 @@ class InitRecord:
         """Whether `tensor` was made while recording."""
         return tensor.untyped_storage()._cdata in self._storages
 
-    def ref(self, tensor: Tensor) -> _Ref:
+    def window(self, tensor: Tensor) -> Window:
         """The window of a tensor on the meta device."""
         storage = tensor.untyped_storage()
         self._storages.setdefault(storage._cdata, storage)
-        return _Ref(
+        return Window(
             storage._cdata, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), len(storage)
         )
 
@@ -143,21 +113,21 @@ class InitRecord:
         is_random = torch.Tag.nondeterministic_seeded in function.tags
         if is_random:
             self._check_random_state(args, kwargs)
-        outputs = tuple(self.ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        outputs = tuple(self.window(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         self._made += [weakref.ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        args, kwargs = tree_map_only(Tensor, self._as_ref, (args, kwargs))
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Ref)]
-        written = self._written(function, args, kwargs, outputs, {ref.storage for ref in inputs})
+        args, kwargs = tree_map_only(Tensor, self._as_window, (args, kwargs))
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Window)]
+        written = self._written(function, args, kwargs, outputs, {window.storage for window in inputs})
         if not written or function.overloadpacket.__name__ in ("empty", "empty_like", "empty_strided", "new_empty"):
             return
         overwritten = self._overwritten(function, args, inputs)
-        reads = frozenset(ref.storage for ref in inputs) - ({overwritten} if overwritten is not None else set())
+        reads = frozenset(window.storage for window in inputs) - ({overwritten} if overwritten is not None else set())
         if "dtype" in {a.name for a in function._schema.arguments} and outputs:
             kwargs = {**kwargs, "dtype": outputs[0].dtype}  # the default dtype may be another one by then
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         self._operations.append(
-            _Operation(function, args, kwargs, outputs, reads, frozenset(written), overwritten, is_random)
+            Operation(function, args, kwargs, outputs, reads, frozenset(written), overwritten, is_random)
         )
 
     def _as_one_operation(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -168,11 +138,11 @@ class InitRecord:
                 if not tensor.is_meta:
                     raise NotRecordableError("construction fills a tensor that came from outside with random numbers")
                 self._check_random_state(args, kwargs)
-                ref = self.ref(tensor)
-                written = frozenset({ref.storage})
-                overwritten = ref.storage if ref.is_whole else None
+                window = self.window(tensor)
+                written = frozenset({window.storage})
+                overwritten = window.storage if window.is_whole else None
                 self._operations.append(
-                    _Operation(function, (ref, *args), kwargs, (), frozenset(), written, overwritten, is_random=True)
+                    Operation(function, (window, *args), kwargs, (), frozenset(), written, overwritten, is_random=True)
                 )
             return tensor
 
@@ -180,20 +150,20 @@ class InitRecord:
 
     def evaluate(self, tensor: Tensor) -> Tensor:
         """The value of a recorded tensor now, for construction that depends on it."""
-        needed, chosen = {self.ref(tensor).storage}, []
+        needed, chosen = {self.window(tensor).storage}, []
         for operation in reversed(self._operations):
             if operation.writes & needed:
                 if operation.is_random:
                     raise NotRecordableError("construction depends on a random value")
                 chosen.append(operation)
                 needed |= operation.reads
-        memory = _Memory()
+        memory = Memory()
         for operation in reversed(chosen):
             memory.run(operation)
-        return memory.view(self.ref(tensor))
+        return memory.view(self.window(tensor))
 
-    def _as_ref(self, tensor: Tensor) -> Any:
-        return self.ref(tensor) if tensor.is_meta else tensor.detach().clone()
+    def _as_window(self, tensor: Tensor) -> Any:
+        return self.window(tensor) if tensor.is_meta else tensor.detach().clone()
 
     def _check_random_state(self, *given: Any) -> None:
         has_generator = any(isinstance(leaf, torch.Generator) for leaf in tree_leaves(given))
@@ -202,21 +172,21 @@ class InitRecord:
 
     @staticmethod
     def _written(
-        function: Any, args: Any, kwargs: dict[str, Any], outputs: Sequence[_Ref], inputs: set[int]
+        function: Any, args: Any, kwargs: dict[str, Any], outputs: Sequence[Window], inputs: set[int]
     ) -> set[int]:
-        written = {ref.storage for ref in outputs} - inputs
+        written = {window.storage for window in outputs} - inputs
         for index, argument in enumerate(function._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[index] if index < len(args) else kwargs.get(argument.name)
-                written |= {leaf.storage for leaf in tree_leaves(value) if isinstance(leaf, _Ref)}
+                written |= {leaf.storage for leaf in tree_leaves(value) if isinstance(leaf, Window)}
         return written
 
     @staticmethod
-    def _overwritten(function: Any, args: Any, inputs: Sequence[_Ref]) -> int | None:
+    def _overwritten(function: Any, args: Any, inputs: Sequence[Window]) -> int | None:
         """The storage whose former content no longer matters after this operation, if there is one."""
-        if function.overloadpacket.__name__ not in _OVERWRITING or not isinstance(args[0], _Ref):
+        if function.overloadpacket.__name__ not in _OVERWRITING or not isinstance(args[0], Window):
             return None
-        others = [ref for ref in inputs if ref is not args[0] and ref.storage == args[0].storage]
+        others = [window for window in inputs if window is not args[0] and window.storage == args[0].storage]
         return args[0].storage if args[0].is_whole and not others else None
 
     def _agreed_start(self, device: torch.device) -> tuple[Tensor, bool]:
@@ -230,63 +200,6 @@ class InitRecord:
         for tensor, value in zip(tensors, travelling, strict=True):
             tensor.copy_(value)
         return tensors[0], torch.equal(tensors[0], self._rng_state)
-
-    def _replay(self, deliver: Callable[[int, _Memory], None], wanted: Iterable[int]) -> None:
-        memory, last = _Memory(), self._last_uses()
-        for index, operation in enumerate(self._operations):
-            memory.run(operation)
-            for storage in last[index]:
-                deliver(storage, memory)
-                memory.free(storage)
-            for storage in self._dead_until_overwritten[index]:
-                memory.free(storage)
-        for storage in wanted:
-            if storage not in self._touched:  # made empty and never filled: an eager build leaves it so too
-                deliver(storage, memory)
-
-    def _last_uses(self) -> list[set[int]]:
-        """For each operation, the storages that no later one touches."""
-        last: list[set[int]] = [set() for _ in self._operations]
-        self._dead_until_overwritten: list[set[int]] = [set() for _ in self._operations]
-        self._touched: set[int] = set()
-        next_overwrites: dict[int, bool] = {}
-        for index in reversed(range(len(self._operations))):
-            operation = self._operations[index]
-            for storage in operation.reads | operation.writes:
-                if storage not in self._touched:
-                    last[index].add(storage)
-                elif next_overwrites[storage]:
-                    self._dead_until_overwritten[index].add(storage)
-                next_overwrites[storage] = operation.overwrites == storage
-            self._touched |= operation.reads | operation.writes
-        return last
-
-
-class _Memory:
-    """The storages that are real at the moment."""
-
-    def __init__(self) -> None:
-        self._real: dict[int, Any] = {}
-
-    def view(self, ref: _Ref) -> Tensor:
-        """The real tensor of a window, made empty if its storage is not real yet."""
-        if ref.storage not in self._real:
-            self._real[ref.storage] = torch.empty(ref.num_bytes, dtype=torch.uint8).untyped_storage()
-        return torch.empty(0, dtype=ref.dtype).set_(self._real[ref.storage], ref.offset, ref.size, ref.stride)
-
-    def run(self, operation: _Operation) -> None:
-        """Do for real what was recorded."""
-        args, kwargs = tree_map_only(_Ref, self.view, (operation.args, operation.kwargs))
-        result = operation.function(*args, **kwargs)
-        inputs = {ref.storage for ref in tree_leaves((operation.args, operation.kwargs)) if isinstance(ref, _Ref)}
-        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        for ref, value in zip(operation.outputs, leaves, strict=bool(operation.outputs)):
-            if ref.storage not in inputs:
-                self.view(ref).copy_(value)
-
-    def free(self, storage: int) -> None:
-        """Give the memory of a storage back."""
-        self._real.pop(storage, None)
 
 
 class _Recorder(TorchDispatchMode):
@@ -354,27 +267,6 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, value in vars(submodule).items():
             if isinstance(value, Tensor):
                 yield f"{path}.{name}" if path else name, value
-
-
-def _put(
-    module: nn.Module, name: str, value: Tensor, device: torch.device, shards_on: torch.device, made: dict[Any, Any]
-) -> None:
-    """Put a whole value in the place of the tensor `name`: cut, if a DTensor stands there; once, if it is tied."""
-    path, _, attribute = name.rpartition(".")
-    holder = module.get_submodule(path)
-    present = getattr(holder, attribute)
-    if not present.is_meta:
-        return
-    if present not in made:
-        value = value.detach().clone() if value.device == device else value.detach().to(device)
-        if isinstance(present, DTensor):
-            value = distribute_tensor(value, present.device_mesh, present.placements, src_data_rank=None).to(shards_on)
-        is_parameter = isinstance(present, nn.Parameter)
-        made[present] = nn.Parameter(value, requires_grad=present.requires_grad) if is_parameter else value
-    if attribute in holder._buffers:
-        holder._buffers[attribute] = made[present]
-    else:
-        setattr(holder, attribute, made[present])
 
 
 def _stays_on_meta(name: str, kwargs: Mapping[str, Any]) -> bool:

@@ -214,7 +214,7 @@ def test_half_built_modules_start_again() -> None:
 
 def test_little_more_than_one_tensor_is_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dead values are not kept: each layer is filled twice, and only the last filling is needed."""
-    from lightning_parallel import init_record
+    from lightning_parallel import init_replay
 
     class Model(nn.Module):
         def configure_model(self) -> None:
@@ -223,13 +223,13 @@ def test_little_more_than_one_tensor_is_whole_at_a_time(monkeypatch: pytest.Monk
                 nn.init.normal_(layer.weight)
 
     alive: list[int] = []
-    run = init_record._Memory.run
+    run = init_replay.Memory.run
 
     def watched(self: Any, operation: Any) -> None:
         run(self, operation)
         alive.append(sum(len(storage) for storage in self._real.values()))
 
-    monkeypatch.setattr(init_record._Memory, "run", watched)
+    monkeypatch.setattr(init_replay.Memory, "run", watched)
     module = Model()
     deferral = Deferral(to_meta=True, tell=print)
     deferral.attach(module)
