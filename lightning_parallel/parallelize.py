@@ -43,7 +43,7 @@ from lightning_parallel.techniques.sharding import (
     reshard_units,
     unreduced_parameters,
 )
-from lightning_parallel.techniques.tensor import apply_tensor
+from lightning_parallel.techniques.tensor.layers import apply_tensor
 from lightning_parallel.techniques.vocabulary import apply_vocabulary, keep_split
 from lightning_parallel.tensor_plan import plan_tensor
 

@@ -1,0 +1,103 @@
+"""Split the layers of stacks over the ranks that share a matrix product. Layer 2."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_parallel import _torch
+from lightning_parallel.caches import without_fresh_cache
+from lightning_parallel.hidden_states import Lengths
+from lightning_parallel.techniques.tensor.comparison import check_layer
+from lightning_parallel.techniques.tensor.maps import split_maps
+from lightning_parallel.techniques.tensor.split_layer import Flow, SplitLayer
+from lightning_parallel.tensor_borders import SequenceBorders, WholeBorders
+from lightning_parallel.tensor_plan import TensorPlan
+
+
+def apply_tensor(
+    stacks: Sequence[Sequence[tuple[str, nn.Module]]],
+    plan: TensorPlan,
+    mesh: DeviceMesh,
+    *,
+    peers: ProcessGroup,
+    sequence: bool = False,
+) -> list[Lengths]:
+    """Split the linear maps of the layers over `mesh`, in place: their parameters become DTensors. Names stay.
+
+    Args:
+        stacks: For each stack its layers with their paths, in the order in which they run; whole and equal on every
+            rank, or on the meta device.
+        plan: What is split how.
+        mesh: One axis: the ranks that share a matrix product.
+        peers: All ranks that hold these layers, in host memory.
+        sequence: Whether each rank has a part of the positions between branches.
+
+    Returns:
+        The lengths of sequences that are cut, for each stack.
+    """
+    group: ProcessGroup = mesh.get_group()
+    parameters: dict[nn.Parameter, nn.Parameter] = {}
+    flows: dict[Any, Flow] = {}
+    lengths = [Lengths(mesh.size()) for _ in stacks] if sequence else []
+    for number, stack in enumerate(stacks):
+        for index, (path, layer) in enumerate(stack):
+            roles = plan.below(path)
+            if (not roles and not sequence) or any(layer is earlier for _, earlier in stack[:index]):
+                continue
+            key = number, type(layer), tuple(roles.items()), _settings(layer)
+            flow = flows.setdefault(key, Flow(path, mesh, peers))
+            is_first, is_last = index == 0, index == len(stack) - 1
+            borders = (
+                SequenceBorders(group, is_first=is_first, is_last=is_last, lengths=lengths[number])
+                if sequence
+                else WholeBorders(group)
+            )
+            split = SplitLayer(path, flow, borders, lengths[number] if sequence else None)
+            _split_layer(layer, roles, split, parameters)
+    return lengths
+
+
+def _settings(layer: nn.Module) -> tuple[Any, ...]:
+    """What may make layers of one class compute differently; a layer's number is none of it."""
+    return tuple(
+        (path, type(child), name, value)
+        for path, child in layer.named_modules()
+        for name, value in sorted(vars(child).items())
+        if isinstance(value, int | float | str | None)
+        and name != "training"
+        and not name.endswith(("idx", "index", "layer_id"))
+    )
+
+
+def _split_layer(
+    layer: nn.Module, roles: dict[str, str], split: SplitLayer, parameters: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    split_maps(layer, roles, split, parameters)
+    if split.lengths is not None:
+        parents = dict.fromkeys(name.rpartition(".")[0] for name, role in roles.items() if role == "colwise")
+        for parent in (layer.get_submodule(name) for name in parents if name):
+            parent.__class__ = _torch.subclass_like(
+                type(parent), functools.partialmethod(_branching, split, type(parent))
+            )
+    layer.__class__ = _torch.subclass_like(type(layer), functools.partialmethod(_splitting, split, type(layer)))
+
+
+def _branching(self: Any, split: SplitLayer, cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+    return split.branch(functools.partial(cls.forward, self), args, kwargs)
+
+
+def _splitting(self: Any, split: SplitLayer, cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+    if torch.is_grad_enabled():  # nobody reads a cache of some heads in training; Hugging Face fills one there, too
+        args = tuple(without_fresh_cache(self, args))
+        kwargs = dict(zip(kwargs, without_fresh_cache(self, kwargs.values()), strict=True))
+    function = functools.partial(cls.forward, self)
+    if not split.flow.is_checked:
+        check_layer(self, split, function, args, kwargs)
+    return split.run(self, function, args, kwargs)

@@ -1,0 +1,84 @@
+"""Linear maps whose weights are cut over ranks, by columns or by rows. Layer 2."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lightning_parallel import _torch
+from lightning_parallel.head_split import attend_multihead
+from lightning_parallel.layer_trace import is_transposed
+from lightning_parallel.techniques.tensor.split_layer import SplitLayer
+
+
+def split_maps(
+    layer: nn.Module, roles: dict[str, str], split: SplitLayer, parameters: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """Split the linear maps of `layer` as `roles` says, by their paths in it.
+
+    `parameters` is what has become of each parameter so far, and grows: one that several maps share is split once.
+    """
+    distribute = functools.partial(_distribute, mesh=split.flow.mesh, known=parameters)
+    for name, role in roles.items():
+        linear = layer.get_submodule(name)
+        if role == "heads":
+            names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias")
+            distribute(linear, dict.fromkeys(names, 0))
+            distribute(cast(nn.Module, linear.out_proj), {"weight": 1})
+            run: Callable[..., Any] = _attending
+        else:
+            dims = {"weight": int((role == "colwise") == is_transposed(linear))}
+            distribute(linear, {**dims, "bias": 0} if role == "colwise" else dims)
+            run = _by_columns if role == "colwise" else _by_rows
+        linear.__class__ = _torch.subclass_like(type(linear), functools.partialmethod(run, split, type(linear)))
+
+
+def _distribute(
+    module: nn.Module, dims: dict[str, int], *, mesh: DeviceMesh, known: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    for name, dim in dims.items():
+        own = module._parameters.get(name)
+        if own is None or isinstance(own, DTensor):
+            continue
+        if own not in known:
+            # Without a source rank, every rank cuts its part out of its own copy: no communication.
+            part = distribute_tensor(own.detach(), mesh, [Shard(dim)], src_data_rank=None)
+            known[own] = nn.Parameter(part, requires_grad=own.requires_grad)
+            known[own].__dict__.update(vars(own))
+        setattr(module, name, known[own])
+
+
+def _by_columns(self: Any, split: SplitLayer, cls: type[Any], states: Tensor) -> Any:
+    if split.is_unsplit(self.weight):
+        return cls.forward(self, states)
+    states = states.full_tensor() if isinstance(states, DTensor) else states
+    bias = self.bias.to_local() if isinstance(self.bias, DTensor) else self.bias
+    return split.flow.as_part(_product(self, split.borders.enter(states), bias))
+
+
+def _by_rows(self: Any, split: SplitLayer, cls: type[Any], states: Tensor) -> Any:
+    if split.is_unsplit(self.weight):
+        return cls.forward(self, states)
+    if isinstance(states, DTensor):
+        states = states.redistribute(placements=[Shard(states.ndim - 1)]).to_local()
+    elif states.shape[-1] != self.weight.to_local().shape[0 if is_transposed(self) else 1]:
+        states = split.borders.divide(states)
+    result = split.borders.leave(_product(self, states, None))
+    return result if self.bias is None else result + self.bias.to(result.dtype)
+
+
+def _product(linear: Any, states: Tensor, bias: Tensor | None) -> Tensor:
+    weight = linear.weight.to_local()
+    return F.linear(states, weight.t() if is_transposed(linear) else weight, bias)
+
+
+def _attending(self: Any, split: SplitLayer, cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+    if split.is_unsplit(self.out_proj.weight):
+        return cls.forward(self, *args, **kwargs)
+    return attend_multihead(self, split.borders, *args, **kwargs)
