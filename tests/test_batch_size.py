@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_parallel import ConfigurationError, full_state_dict
-from lightning_parallel.callbacks.batch_size import BatchSizeFinder, largest_fitting
+from lightning_parallel.callbacks.batch_size import BatchSizeFinder
+from lightning_parallel.callbacks.size_search import largest_fitting
 from tests import jobs
 from tests.cases import GAN, ByteGPT, data_of, optimizer_of
 from tests.jobs import trainer_for

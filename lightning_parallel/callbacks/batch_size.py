@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_parallel.callbacks.size_search import largest_fitting
 from lightning_parallel.callbacks.trials import TrainingState, drop_loader, isolated, run_steps
 from lightning_parallel.errors import check
 from lightning_parallel.memory import free_memory, host_memory, peak_memory, reset_peak_memory
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 _OUT_OF_MEMORY = 2**62
-_REFINEMENTS = 4
-"""Trials that are no doubling: where memory is not quite affine in the size, each is closer than the one before."""
 
 
 class BatchSizeFinder(Callback):
@@ -228,53 +227,6 @@ class BatchSizeFinder(Callback):
                     "optimizer that was made before; make the optimizer there"
                 ],
             )
-
-
-def largest_fitting(
-    trial: Callable[[int], float], *, start: int, maximum: int, budget: float
-) -> tuple[int, dict[int, float]]:
-    """The largest size whose peak is within `budget`, and the peaks of all trials; 0 if no size is.
-
-    Peaks are taken to grow with the size, about as a line does.
-
-    Args:
-        trial: Size -> its peak in bytes, infinite if there is none.
-        start: The first size to try.
-        maximum: The largest.
-        budget: Bytes that a peak may have.
-
-    Example:
-        >>> largest_fitting(lambda size: 100 + 7 * size, start=2, maximum=8192, budget=1000)[0]
-        128
-    """
-    size, peaks = start, {start: trial(start)}
-    while peaks[size] > budget and size > 1:
-        size //= 2
-        peaks[size] = trial(size)
-    if peaks[size] > budget:
-        return 0, peaks
-    refinements = 0
-    while refinements < _REFINEMENTS:
-        low = max(size for size, peak in peaks.items() if peak <= budget)
-        size = min(_predicted(peaks, low, budget), maximum)
-        if size in peaks or low == maximum:
-            break
-        refinements += low < size < 2 * low
-        peaks[size] = trial(size)
-    return max(size for size, peak in peaks.items() if peak <= budget), peaks
-
-
-def _predicted(peaks: Mapping[int, float], low: int, budget: float) -> int:
-    """The next size that fits by the line through the two peaks around `low`, at most its double."""
-    if len(peaks) == 1:  # no line yet: memory at most doubles, and if that is too much a smaller size is safe
-        return 2 * low if 2 * peaks[low] <= budget else max(1, low // 2)
-    above = min((size for size in peaks if size > low), default=None)
-    other = above if above is not None else max(size for size in peaks if size < low)
-    slope = (peaks[other] - peaks[low]) / (other - low)
-    largest = 2 * low if above is None else above - 1
-    if slope <= 0:
-        return largest
-    return min(low + int((budget - peaks[low]) / slope), largest)
 
 
 def _memory_limit(trainer: Trainer) -> int:
