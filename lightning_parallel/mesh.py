@@ -132,7 +132,7 @@ def _new_mesh(degrees: Degrees, device_type: str, innermost: str) -> Mesh:
 
 def _own_backend(device_type: str) -> str | None:
     """What an axis of all ranks has a group of its own of, instead of sharing that of the process: see `_torch`."""
-    return "gloo" if device_type == "cpu" and dist.get_backend() == "gloo" else None
+    return "gloo" if device_type == "cpu" and "cpu:gloo" in dist.get_backend_config().split(",") else None
 
 
 def _host_group(all_ranks: list[list[int]]) -> ProcessGroup:

@@ -54,6 +54,15 @@ def test_every_axis_has_one(ranks: Any, degrees: Degrees) -> None:
     assert ranks(4).run(threads_of_the_process) == [2] * 4
 
 
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
+def test_however_gloo_is_asked_for(backend: str) -> None:
+    dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+    try:
+        assert threads_of_mesh(Degrees().resolve(world_size=1)) == {1}
+    finally:
+        dist.destroy_process_group()
+
+
 def threads_of_the_process() -> int:
     return _threads(dist.group.WORLD)
 
