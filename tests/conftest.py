@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
+from tests.parity import PARITY
 from tests.quiet import KNOWN
 from tests.ranks import RankPool
 
@@ -20,23 +21,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", f"ignore:{message}")
 
 
-_TABLE: dict[tuple[str, str], str] = {}
-
-
-@pytest.fixture(scope="session")
-def parity_table() -> dict[tuple[str, str], str]:
-    """(module, name) -> largest difference to one process; printed at the end of the session."""
-    return _TABLE
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if not _TABLE:
+    """The largest difference to one process of each module under each name, as tests recorded it."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ())]
+    table = dict(value for report in reports for key, value in report.user_properties if key == PARITY)
+    if not table:
         return
-    names = list(dict.fromkeys(name for _, name in _TABLE))
+    names = list(dict.fromkeys(name for _, name in table))
     terminalreporter.section("largest difference to one process (SGD and AdamW, 5 steps, fp32)")
     terminalreporter.line(" ".join([f"{'':18}", *(f"{name:>20}" for name in names)]))
-    for case in dict.fromkeys(case for case, _ in _TABLE):
-        cells = (f"{_TABLE.get((case, name), '-'):>20}" for name in names)
+    for case in dict.fromkeys(case for case, _ in table):
+        cells = (f"{table.get((case, name), '-'):>20}" for name in names)
         terminalreporter.line(" ".join([f"{case:18}", *cells]))
 
 

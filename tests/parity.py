@@ -19,6 +19,9 @@ GLOBAL_BATCH = 8
 TOLERANCE = 1e-5
 """fp32 sums in another order: five steps of these models differ by some 1e-7 where nothing is wrong."""
 
+PARITY = "parity"
+"""What tests record as a property, for the table at the end: ((module, name), the largest difference)."""
+
 
 @dataclass
 class Outcome:

@@ -12,7 +12,7 @@ import pytest
 import lightning_parallel
 from lightning_parallel.presets import PRESETS
 from tests.cases import CASES, REFUSED_CASES
-from tests.parity import TOLERANCE, Outcome, is_moving, train, worst
+from tests.parity import PARITY, TOLERANCE, Outcome, is_moving, train, worst
 from tests.ranks import RankError, RankPool
 
 MATRIX = Path(__file__).with_name("support_matrix.json")
@@ -44,16 +44,16 @@ def num_ranks(name: str) -> int:
 
 
 @pytest.mark.parametrize(("case", "name"), [(case, name) for case, name in CELLS if CELLS[case, name] == "runs"])
-def test_parity(ranks: Any, parity_table: dict[tuple[str, str], str], case: str, name: str) -> None:
+def test_parity(ranks: Any, record_property: Any, case: str, name: str) -> None:
     differences = [worst(run(ranks, case, optimizer, name), reference(case, optimizer)) for optimizer in OPTIMIZERS]
-    parity_table[case, name] = f"{max(differences):.0e}"
+    record_property(PARITY, ((case, name), f"{max(differences):.0e}"))
     assert max(differences) <= TOLERANCE, dict(zip(OPTIMIZERS, differences, strict=True))
 
 
 @pytest.mark.parametrize(("case", "name"), [(case, name) for case, name in CELLS if CELLS[case, name] != "runs"])
-def test_refusal(ranks: Any, parity_table: dict[tuple[str, str], str], case: str, name: str) -> None:
+def test_refusal(ranks: Any, record_property: Any, case: str, name: str) -> None:
     reason = CELLS[case, name].removeprefix("refused: ")
-    parity_table[case, name] = "refused"
+    record_property(PARITY, ((case, name), "refused"))
     with pytest.raises((lightning_parallel.ConfigurationError, RankError)) as caught:
         run(ranks, case, "sgd", name)
     assert reason in str(caught.value)
