@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.whole import whole
+from lightning_parallel.degrees import Degrees
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.fitting import stack_violations
 from lightning_parallel.footprint import Footprint
@@ -108,17 +109,17 @@ def parallelized(module: nn.Module) -> Parallelized | None:
     return module.__dict__.get(_KEY)
 
 
-def left_over_violations(module: nn.Module, policies: Policies) -> list[str]:
-    """Why a module that an earlier fit left sharded cannot be trained by `policies`; empty if it can."""
+def left_over_violations(module: nn.Module, policies: Policies, degrees: Degrees) -> list[str]:
+    """Why a module that an earlier fit left sharded cannot be trained by `policies` and `degrees`; empty if it can."""
     left = parallelized(module)
     if left is None:
         return []
-    before, now = left.policies, policies
-    rules = ("layer", "offload", "dtypes", "backward_in_step", "tensor_plan", "sequence", "context_attention")
-    names = [name for name in (*rules, "pipeline") if getattr(before, name) != getattr(now, name)]
-    if not names:
+    rules = {name: (getattr(left.policies, name), getattr(policies, name)) for name in vars(policies)}
+    rules["degrees"] = left.mesh.degrees, degrees
+    del rules["step_methods"]  # the module's own
+    differences = "; ".join(f"{name}: {old} before, {new} now" for name, (old, new) in rules.items() if old != new)
+    if not differences:
         return []
-    differences = "; ".join(f"{name}: {getattr(before, name)} before, {getattr(now, name)} now" for name in names)
     return [
         f"{type(module).__name__} is still sharded by an earlier fit, which ended in an error, or it is too large to "
         f"be made whole; it cannot be sharded by other rules ({differences}). Give those of before, or start a new "

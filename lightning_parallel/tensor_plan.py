@@ -108,7 +108,8 @@ def _from_dict(given: Mapping[str, str], maps: Mapping[str, nn.Module]) -> tuple
             violations.append(
                 f"tensor_plan: {role!r} for {pattern!r} is unknown; possible: {', '.join(ROLES)}, {VOCABULARY}"
             )
-        roles |= {p: "heads" if isinstance(maps[p], nn.MultiheadAttention) else role for p in named}
+        is_split = role != "replicate"
+        roles |= {p: "heads" if is_split and isinstance(maps[p], nn.MultiheadAttention) else role for p in named}
     return {path: role for path, role in roles.items() if role != "replicate"}, violations
 
 

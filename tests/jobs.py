@@ -519,8 +519,9 @@ def too_large_to_be_whole(num_ranks: int, path: str) -> dict[str, Any]:
         found["sharded"] = type(module).__name__
         validated = trainer_for("fsdp_custom", num_ranks)
         found["validated"] = validated.validate(module, loader(num_ranks, 1), verbose=False)
-        found["refused"] = messages(trainer_for("ddp_custom", num_ranks).fit, module, loader(num_ranks))
-    again = trainer_for("zero2_custom", num_ranks)
+        others = ("ddp_custom", "zero2_custom", "tp_custom", "fsdp_custom:recompute=full")
+        found["refused"] = {name: messages(trainer_for(name, num_ranks).fit, module, loader(1)) for name in others}
+    again = trainer_for("fsdp_custom", num_ranks)
     again.fit(module, loader(num_ranks))
     found["second"] = full_state_dict(again)
     found["plain"] = type(module).__name__

@@ -43,6 +43,14 @@ def test_a_plan_of_the_model() -> None:
     ("case", "strategy", "expected"),
     [
         ("encoder", "tp_custom", ["encoder.layers.*.self_attn: heads, 4 -> 2"]),
+        (
+            "encoder", "tp_custom:tensor_plan={self_attn: replicate, linear1: colwise, linear2: rowwise}",
+            ["encoder.layers.*.self_attn: whole", "encoder.layers.*.linear1: colwise, [32, 16] -> [16, 16]"],
+        ),
+        (
+            "byte_gpt", "tp_custom:sequence=true,tensor_plan={head: vocab}",
+            ["model.head: vocab, [32, 16] -> [16, 16]"],
+        ),
         ("hf_gpt2", "tp_custom", ["model.transformer.h.*.attn.c_attn: colwise, [16, 48] -> [16, 24]"]),
         ("configure_model", "tp_custom", ["model.blocks.*.mlp.0: colwise, [64, 16] -> [32, 16]"]),
         (

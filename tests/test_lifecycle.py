@@ -271,7 +271,9 @@ def test_a_module_too_large_to_be_whole_stays_sharded(ranks: Any, tmp_path: Path
     path = str(tmp_path / "large.ckpt")
     found = ranks(2).run(jobs.too_large_to_be_whole, 2, path)[0]
     assert (found["sharded"], found["plain"]) == ("FSDPByteGPT", "ByteGPT")
-    assert "still sharded by an earlier fit" in found["refused"][0]
+    assert all("still sharded by an earlier fit" in violations[0] for violations in found["refused"].values())
+    assert "reshard: always before, never now" in found["refused"]["zero2_custom"][0]
+    assert "degrees: Degrees(" in found["refused"]["tp_custom"][0]
     assert len(found["validated"]) == 1
     reference = jobs.fit_module(functools.partial(ByteGPT, "adamw"), "auto", 1)
     assert list(found["first"]) == list(found["second"]) == list(reference)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_parallel import _torch
 from lightning_parallel.callbacks.batch_geometry import num_readers
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.techniques.clipping import scale_gradients
@@ -178,6 +179,7 @@ class LossObserver(TorchFunctionMode):
         super().__init__()
         self.counts: list[Tensor | None] = []
 
+    @_torch.part_of_graphs_only
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (F.cross_entropy, F.nll_loss):

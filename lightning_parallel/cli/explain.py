@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 def explain(trainer: Trainer, module: LightningModule) -> str:
     """What ``trainer.fit(module)`` would do, as a text; starts no process, and changes neither.
 
-    A module that is built in `configure_model` is built on the meta device, in a copy.
+    What `configure_model` builds is built in a copy: on the meta device, where `fit` would build it there.
 
     Args:
         trainer: With the strategy and the number of devices.
@@ -56,10 +57,14 @@ def explain(trainer: Trainer, module: LightningModule) -> str:
 
 
 def _built(strategy: Any, module: LightningModule) -> LightningModule:
-    deferral = getattr(strategy, "_deferral", None)
-    if deferral is None or not is_overridden("configure_model", module):
+    if not is_overridden("configure_model", module):
         return module
     module = copy.deepcopy(module)
+    deferral = getattr(strategy, "_deferral", None)
+    if deferral is None:  # a strategy of Lightning's
+        with torch.device("meta"):
+            module.configure_model()
+        return module
     deferral.attach(module)
     module.configure_model()
     deferral.detach()
@@ -121,7 +126,8 @@ def _tensor(module: nn.Module, anatomy: Anatomy, policies: Policies, degrees: De
     collectives = ["collectives of a layer among the ranks that share it, counted by its branches"]
     for stack in anatomy.stacks:
         placements += _placements(module, stack, plan, int(size))
-        collectives += _collectives(module, stack, plan)
+        collectives += _collectives(module, stack, plan, sequence=policies.sequence)
+    placements += [_table(path, module.get_submodule(path), int(size)) for path in plan.tables]
     return ["\n".join(placements), "\n".join(collectives)]
 
 
@@ -146,26 +152,35 @@ def _placement(linear: Any, role: str, size: int) -> str:
     return f"{role}, {shape}" + (f" -> {local}" if local != shape else "")
 
 
-def _collectives(module: nn.Module, stack: Stack, plan: TensorPlan) -> list[str]:
+def _table(path: str, table: Any, size: int) -> str:
+    """An embedding or head that is split by tokens."""
+    tokens, width = table.weight.shape
+    return f"  {path}: vocab, [{tokens}, {width}] -> [{tokens // size}, {width}]"
+
+
+def _collectives(module: nn.Module, stack: Stack, plan: TensorPlan, *, sequence: bool) -> list[str]:
     layers: defaultdict[str, list[str]] = defaultdict(list)
     for path in stack.layers:
-        layers[_sent(module.get_submodule(path), plan.below(path))].append(path)
+        layers[_sent(module.get_submodule(path), plan.below(path), sequence=sequence)].append(path)
     return [f"  {_once(stack, paths)}: {text}" for text, paths in layers.items()]
 
 
-def _sent(layer: nn.Module, roles: dict[str, str]) -> str:
-    """What the branches of `layer` send: each ends with a sum over the ranks, and begins with one in backward."""
+def _sent(layer: nn.Module, roles: dict[str, str], *, sequence: bool) -> str:
+    """What the branches of `layer` send: each ends with a sum over the ranks, and begins with one in backward.
+
+    Where positions are split between branches, sums are scattered, and what a branch begins with is gathered.
+    """
     branches = [name for name, role in roles.items() if role in ("rowwise", "heads")]
     if not branches:
         return "no branch is closed" if roles else "not split"
     heads = [layer.get_submodule(name) for name, role in roles.items() if role == "heads"]
     packed = sum(getattr(each, name) is not None for each in heads for name in ("in_proj_weight", "in_proj_bias"))
     number = len(branches)
-    gathers, scatters = f", {packed} all-gathers of packed weights", f", {packed} reduce-scatters"
-    return (
-        f"forward {number} all-reduces ({', '.join(branches)}){gathers if packed else ''}; "
-        f"backward {number} all-reduces{scatters if packed else ''}"
-    )
+    sums = f"{number} all-gathers and {number} reduce-scatters" if sequence else f"{number} all-reduces"
+    gathers = f", {packed} all-gathers of packed weights" if packed else ""
+    scatters = f", {packed} reduce-scatters of packed weights" if packed else ""
+    own = ", 1 all-reduce of parameters that every rank has whole" if sequence else ""
+    return f"forward {sums} ({', '.join(branches)}){gathers}; backward {sums}{scatters}{own}"
 
 
 def _once(stack: Stack, layers: list[str]) -> str:

@@ -41,7 +41,7 @@ class LightningCLI(lightning_cli.LightningCLI):
         violations = device_violations(trainer.get("accelerator"), trainer.get("devices"))
         if trainer.get("precision") in ("16-mixed", "16", 16) and _is_on_cpu(trainer.get("accelerator")):
             violations.append(
-                "precision='16-mixed' on the CPU: Lightning would silently take bf16-mixed; give bf16-mixed or 32-true"
+                "precision='16-mixed' on the CPU: Lightning would take bf16-mixed instead; give bf16-mixed or 32-true"
             )
         if (text := self._get(self.config, "strategy")) is not None:
             if trainer.get("strategy") not in (None, "auto"):

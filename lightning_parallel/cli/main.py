@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import sys
 import warnings
 from datetime import timedelta
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
@@ -85,5 +87,10 @@ def describe_strategies() -> str:
             annotation = inspect.formatannotation(parameter.annotation).strip("'\"")
             default = parameter.default
             default = int(default.total_seconds()) if isinstance(default, timedelta) else default
-            lines.append(f"    {f'{option}={default}':<32} {annotation}")
+            lines.append(f"    {f'{option}={_as_yaml(default)}':<32} {annotation}")
     return "\n".join([*lines, ""])
+
+
+def _as_yaml(default: Any) -> str:
+    """As it would be given in the string of a strategy."""
+    return default if isinstance(default, str) else json.dumps(default)

@@ -71,7 +71,7 @@ class MeshStrategy(PipelinedStrategy):
         pipeline: Ranks that share the stack of layers, some of its layers each.
         layers: Path or paths of the layer stacks, such as ``"model.layers"``, where the search should not decide;
             ``[]`` for no stack, which gathers all parameters around the whole step.
-        forward_methods: Dotted paths of further methods in which parameters are to be gathered, such as
+        forward_methods: Dotted path or paths of further methods in which parameters are to be gathered, such as
             ``"model.generate"``, for calls from outside a step.
         reshard: ``"always"`` frees gathered parameters after a layer's forward; ``"never"`` keeps them until its
             gradients are reduced (ZeRO-2); a number keeps them sharded over so many ranks.
@@ -119,7 +119,7 @@ class MeshStrategy(PipelinedStrategy):
         tensor: int | Literal["auto", "node"] = 1,
         pipeline: int | Literal["node"] = 1,
         layers: str | list[str] | None = None,
-        forward_methods: Sequence[str] = (),
+        forward_methods: str | Sequence[str] = (),
         reshard: int | str = "always",
         offload: str = "none",
         recompute: str = "none",
@@ -152,7 +152,7 @@ class MeshStrategy(PipelinedStrategy):
             stages=stages if isinstance(stages, str) else tuple(stages),
             virtual_stages=virtual_stages,
         )
-        self._forward_methods = tuple(forward_methods)
+        self._forward_methods = (forward_methods,) if isinstance(forward_methods, str) else tuple(forward_methods)
         self._reshard = reshard
         self._offload = offload
         self._tensor_plan = tensor_plan
@@ -205,7 +205,7 @@ class MeshStrategy(PipelinedStrategy):
 
     @override
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
-        if left := left_over_violations(module, self._policies(module)):
+        if left := left_over_violations(module, self._policies(module), self.degrees):
             return left
         found = super().module_violations(module, is_fitting=is_fitting)
         if parallelized(module) is None:  # one that is still sharded was looked at as its author wrote it
@@ -284,7 +284,7 @@ class MeshStrategy(PipelinedStrategy):
         super().setup(trainer)
         module = self.lightning_module
         assert module is not None
-        self.refuse(left_over_violations(module, self._policies(module)))
+        self.refuse(left_over_violations(module, self._policies(module), self.degrees))
         left = parallelized(module)
         self._parallelized = left or self._parallelize(module)
         set_module_device(module, self.root_device)

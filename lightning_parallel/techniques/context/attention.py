@@ -69,6 +69,7 @@ class SplitAttention(TorchFunctionMode):
 
         return entering
 
+    @_torch.part_of_graphs_only
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _attention:
             return self._shared(*args, **(kwargs or {}))

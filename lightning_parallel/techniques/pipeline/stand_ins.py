@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from lightning_parallel import _torch
+
 
 class StandIns:
     """Tensors in the place of ghosts."""
@@ -40,6 +42,7 @@ class StandingIn(TorchFunctionMode):
         super().__init__()
         self._replace = replace
 
+    @_torch.part_of_graphs_only
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = self._replace((args, kwargs or {}))
         return func(*args, **kwargs)
