@@ -76,6 +76,14 @@ def gloo_of_one_thread() -> Iterator[None]:
         dist.distributed_c10d.ProcessGroupGloo = of_torch  # type: ignore[misc]
 
 
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Let collectives of `group` wait so long for a missing rank: groups of a mesh cannot be made with a timeout.
+
+    `torch.distributed.distributed_c10d._set_pg_timeout`, since 2.2; waits for a `timeout` of `init_device_mesh`.
+    """
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
 def broadcast_tensors(tensors: Sequence[Tensor], *, source: int, group: Any = None, bucket_bytes: int = 2**26) -> None:
     """Broadcast many tensors from rank `source` of `group`, by default of all ranks, a bucket a collective.
 
@@ -308,6 +316,33 @@ def after_backward(tensor: Tensor, action: Any) -> None:
         Variable._execution_engine.queue_callback(action)
 
     tensor.register_hook(queue)
+
+
+@contextlib.contextmanager
+def data_of_shards_set() -> Iterator[None]:
+    """In here, ``parameter.data = values`` changes the values of a DTensor, as it does those of a plain tensor.
+
+    Torch sets what is around the local tensor only, in all versions of the window, and says nothing: a teacher that is
+    an average of weights would stand still. `DTensor.data` is inherited from `Tensor`; there is nothing public to set.
+    """
+    if "data" in vars(DTensor):  # already so
+        yield
+        return
+    plain: Any = vars(torch._C.TensorBase)["data"]
+
+    def set_data(self: Any, values: Any) -> None:
+        is_alike = isinstance(values, DTensor) and values.shape == self.shape and values.dtype == self.dtype
+        if is_alike and values.device == self.device and values.device_mesh == self.device_mesh:
+            with torch.no_grad():
+                self.detach().copy_(values)
+        else:
+            plain.__set__(self, values)
+
+    DTensor.data = property(plain.__get__, set_data)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del DTensor.data
 
 
 @contextlib.contextmanager

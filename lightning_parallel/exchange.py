@@ -46,6 +46,12 @@ def same(whole: Tensor, group: ProcessGroup) -> Tensor:
     return result
 
 
+def stacked(own: Tensor, group: ProcessGroup) -> Tensor:
+    """The tensors of all ranks, which are of one shape, along a new first dimension. An all-gather."""
+    together: Tensor = _Stack.apply(own, group)
+    return together
+
+
 class PartOfWhole(torch.autograd.Function):
     """This rank's part of a tensor that is equal on all. Backward is an all-gather."""
 
@@ -88,6 +94,17 @@ class _Gather(Rejoin):
     def backward(context: Any, *gradients: Any) -> Any:
         part, *others = Rejoin.backward(context, *gradients)
         return part * context.group.size(), *others
+
+
+class _Stack(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, own: Tensor, group: ProcessGroup) -> Tensor:
+        context.group = group
+        return gathered(own[None], 0, group.size(), group)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return scattered(gradients[0], 0, 1, context.group)[0], None
 
 
 class _Same(torch.autograd.Function):

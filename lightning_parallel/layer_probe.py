@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
@@ -44,8 +45,11 @@ def probing(layer: nn.Module, arguments: Any, *, doubles: bool) -> Iterator[Any]
     tensors, attributes = [dict(table) for table in tables], _attributes(layer)
     device = next((leaf.device.type for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), "cpu")
     copies: dict[int, Any] = {}  # what is tied stays tied
+    hooks = _hooks_on_results(layer)
     try:
         layer.eval()
+        for table, _ in hooks:
+            table.clear()
         for table in tables:
             for name, tensor in table.items():
                 table[name] = copies.setdefault(id(tensor), _copy(tensor, doubles=doubles))
@@ -61,8 +65,19 @@ def probing(layer: nn.Module, arguments: Any, *, doubles: bool) -> Iterator[Any]
         for table, before in zip(tables, tensors, strict=True):
             table.update(before)
         _restore(attributes)
+        for table, own in hooks:
+            table.update(own)
         for child, mode in modes.items():
             child.training = mode
+
+
+def _hooks_on_results(layer: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """The tables of hooks by which somebody may collect what submodules return, and what is in them.
+
+    Those of sharded units stay, by which these free what they have gathered.
+    """
+    children = [child for child in layer.modules() if child is not layer and not isinstance(child, FSDPModule)]
+    return [(child._forward_hooks, dict(child._forward_hooks)) for child in children]
 
 
 def _copy(tensor: Any, *, doubles: bool) -> Any:

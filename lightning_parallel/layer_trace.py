@@ -235,6 +235,9 @@ def _ghost(layer: nn.Module, device: torch.device) -> nn.Module:
     """A copy of `layer` on `device` whose tensors take no memory, and whose parameters want gradients."""
     memo: dict[int, Any] = {}
     for tensor in (*layer.parameters(), *layer.buffers()):
-        ghost = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-        memo[id(tensor)] = nn.Parameter(ghost, ghost.is_floating_point()) if isinstance(tensor, nn.Parameter) else ghost
-    return copy.deepcopy(layer, memo)
+        bare = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        memo[id(tensor)] = nn.Parameter(bare, bare.is_floating_point()) if isinstance(tensor, nn.Parameter) else bare
+    ghost = copy.deepcopy(layer, memo)
+    for child in ghost.modules():
+        child._forward_hooks.clear()  # whoever collects results by them would be given the ghost's
+    return ghost

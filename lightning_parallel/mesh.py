@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -81,13 +82,15 @@ class _Built:
     """The meshes of a process group so far, by the arguments of :func:`build_mesh`."""
 
     world: ProcessGroup | None = None
-    meshes: dict[tuple[Degrees, str, str], Mesh] = field(default_factory=dict)
+    meshes: dict[tuple[Degrees, str, str, timedelta | None], Mesh] = field(default_factory=dict)
 
 
 _built = _Built()
 
 
-def build_mesh(degrees: Degrees, device_type: str, *, innermost: str = "tensor") -> Mesh:
+def build_mesh(
+    degrees: Degrees, device_type: str, *, innermost: str = "tensor", timeout: timedelta | None = None
+) -> Mesh:
     """Build the mesh of resolved `degrees` on ``"cpu"`` or ``"cuda"``. A collective; needs the process group.
 
     For the same arguments it is the same mesh again, as long as the process group lives: each group of a mesh keeps
@@ -97,6 +100,7 @@ def build_mesh(degrees: Degrees, device_type: str, *, innermost: str = "tensor")
         degrees: Of each axis.
         device_type: Of the ranks' devices.
         innermost: The degree whose ranks are neighbours, and so on one machine as far as they fit there.
+        timeout: How long collectives wait for a missing rank; by default as long as torch's.
 
     Example:
         >>> mesh = build_mesh(Degrees().resolve(world_size=4), "cpu")
@@ -104,11 +108,21 @@ def build_mesh(degrees: Degrees, device_type: str, *, innermost: str = "tensor")
     assert dist.group.WORLD is not None
     if _built.world is not dist.group.WORLD:
         _built.world, _built.meshes = dist.group.WORLD, {}
-    key = (degrees, device_type, innermost)
+    key = (degrees, device_type, innermost, timeout)
     if key not in _built.meshes:
         with _torch.gloo_of_one_thread():
             _built.meshes[key] = _new_mesh(degrees, device_type, innermost)
+        if timeout is not None:
+            for group in _groups(_built.meshes[key]):
+                _torch.set_timeout(group, timeout)
     return _built.meshes[key]
+
+
+def _groups(mesh: Mesh) -> list[ProcessGroup]:
+    meshes = (mesh.devices, mesh.data, mesh.sharding, mesh.gradients)
+    groups = [group for each in meshes for group in each.get_all_groups()]
+    host = (mesh.host_group, mesh.stage_host_group, mesh.pipeline_host_group)
+    return [*groups, *(group for group in host if group is not None)]
 
 
 def _new_mesh(degrees: Degrees, device_type: str, innermost: str) -> Mesh:

@@ -87,7 +87,8 @@ class Parallelized:
         module.__dict__.pop(_KEY, None)
         if self.cut is not None:
             for name, buffer in module.named_buffers(remove_duplicate=False):
-                buffer.copy_(whole(buffer, self.cut.holdings[name]))
+                if name in self.cut.holdings:  # else a step has made it, on the stage that runs it
+                    buffer.copy_(whole(buffer, self.cut.holdings[name]))
         # By name, and not by footprint: what one stage split another one has never seen, and all take part in each.
         replaced = set(self.replaced().values())
         values: dict[Tensor, Tensor] = {

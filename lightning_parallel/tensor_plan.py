@@ -21,6 +21,8 @@ from lightning_parallel.layers import Anatomy
 
 ROLES = ("colwise", "rowwise", "replicate")
 VOCABULARY = "vocab"
+_TABLES = (nn.Embedding.forward, nn.Linear.forward)
+"""What runs over tokens. A subclass that scales what it looks up, or caps logits, has a forward of its own."""
 _HUGGING_FACE = {"colwise": "colwise", "rowwise": "rowwise"}
 _HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "heads", "nhead")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
@@ -120,7 +122,7 @@ def _vocabulary(
     outside = {
         path: child
         for path, child in module.named_modules()
-        if isinstance(child, nn.Embedding | nn.Linear) and not any(path.startswith(f"{x}.") for x in anatomy.layers)
+        if type(child).forward in _TABLES and not any(path.startswith(f"{x}.") for x in anatomy.layers)
     }
     roles: dict[str, str] = {}
     violations = []
@@ -140,8 +142,10 @@ def _vocabulary(
                 f"tensor={size} does not divide the {child.weight.shape[0]} tokens of {path}; possible: "
                 f"{_divisors(child.weight.shape[0])}"
             )
-        if getattr(child, "max_norm", None) is not None or getattr(child, "sparse", False):
-            violations.append(f"{path}: an embedding with max_norm or sparse gradients is not split; leave it out")
+        if any(getattr(child, name, None) for name in ("max_norm", "sparse", "scale_grad_by_freq")):
+            violations.append(
+                f"{path}: an embedding with max_norm, scale_grad_by_freq or sparse gradients is not split; leave it out"
+            )
         others = [n for n, p in module.named_parameters(remove_duplicate=False) if p is child.weight]
         if strangers := [name for name in others if name.removesuffix(".weight") not in roles]:
             violations.append(f"{path} is not split: {strangers[0]} is the same parameter")

@@ -30,6 +30,8 @@ KNOWN = (
     r".*FSDP2-wrapped module .* returned a view tensor.*",
     # torch.compile looks at every input's `.grad` while it traces
     r".*The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.*",
+    # Lightning's `all_gather` takes it
+    r".*torch.distributed.nn.functional.all_gather is deprecated.*",
     r".*`training_step` returned `None`.*",
     r".*You're resuming from a checkpoint that ended before the epoch ended.*",
     r".*Found .* module\(s\) in eval mode at the start of training.*",

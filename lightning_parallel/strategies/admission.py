@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.degrees import Degrees
 from lightning_parallel.init_record import InitRecord
@@ -204,16 +205,15 @@ def in_backward_violations(module: LightningModule, *, offloads_optimizer: bool)
 
 
 def _kept_elsewhere(module: nn.Module) -> list[str]:
-    """Lists, tuples and dicts on a module that hold parameters; torch's recurrent layers keep theirs up to date."""
+    """Containers on a module that hold parameters, at any depth; torch's recurrent layers keep theirs up to date."""
     parameters = set(module.parameters())
     return [
         f"{path}.{name}".lstrip(".")
         for path, child in module.named_modules()
         if not isinstance(child, nn.RNNBase)
         for name, value in vars(child).items()
-        if name not in ("_parameters", "_buffers", "_modules") and isinstance(value, list | tuple | dict)
-        for item in (value.values() if isinstance(value, dict) else value)
-        if isinstance(item, nn.Parameter) and item in parameters
+        if name not in ("_parameters", "_buffers", "_modules") and not isinstance(value, nn.Parameter)
+        if any(isinstance(item, nn.Parameter) and item in parameters for item in tree_leaves(value))
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,9 +16,11 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_parallel import _torch
 from lightning_parallel.checkpoint.whole import make_optimizer_whole
 from lightning_parallel.degrees import Degrees, reshard_violations
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.exchange import stacked
 from lightning_parallel.fitting import stack_violations
 from lightning_parallel.layers import layers_violations
 from lightning_parallel.mesh import Mesh, build_mesh
@@ -46,7 +49,11 @@ from lightning_parallel.strategies.evaluation import leave_inference_mode
 from lightning_parallel.strategies.module_device import set_module_device
 from lightning_parallel.strategies.optimizers import adopt_optimizers
 from lightning_parallel.strategies.pipelined_strategy import PipelinedStrategy, overridden_steps
-from lightning_parallel.strategies.pipelining_admission import pipelined_module_violations, pipelining_violations
+from lightning_parallel.strategies.pipelining_admission import (
+    hooked_layers_violations,
+    pipelined_module_violations,
+    pipelining_violations,
+)
 from lightning_parallel.strategies.precision import sharded_precision
 from lightning_parallel.techniques.accumulation import accumulation_violations
 from lightning_parallel.techniques.offload import offload_violations
@@ -162,6 +169,7 @@ class MeshStrategy(PipelinedStrategy):
         self._mesh: Mesh | None = None
         self._has_told_offload = False
         self._inference_modes: list[tuple[Any, bool]] = []
+        self._while_set_up = contextlib.ExitStack()
 
     _defers_init = True
 
@@ -209,7 +217,10 @@ class MeshStrategy(PipelinedStrategy):
             return left
         found = super().module_violations(module, is_fitting=is_fitting)
         if parallelized(module) is None:  # one that is still sharded was looked at as its author wrote it
-            found += layers_violations(module, self._layer_policies.layers)
+            unknown = layers_violations(module, self._layer_policies.layers)
+            if self.degrees.pipeline != 1 and not unknown:
+                found += hooked_layers_violations(module, self._layer_policies.layers)
+            found += unknown
             found += stack_violations(module, self._policies(module), self.degrees)
             found += unshardable_violations(module)
             found += forward_method_violations(module, self._forward_methods)
@@ -244,6 +255,15 @@ class MeshStrategy(PipelinedStrategy):
         return super().reduce(tensor, group or self.mesh.data.get_group(), reduce_op)
 
     @override
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        # Without a group, LightningModule.all_gather names that of the process. Ranks that share samples count once.
+        if group not in (None, dist.group.WORLD):
+            return super().all_gather(tensor, group, sync_grads)
+        # torch's gather has a backward only for all ranks of the process.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and sync_grads):
+            return stacked(tensor, self.mesh.data.get_group())
+
+    @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         count = int(super().reduce(torch.tensor(int(decision), device=self.root_device), dist.group.WORLD, "sum"))
         return count == self.world_size if all else count > 0
@@ -253,7 +273,8 @@ class MeshStrategy(PipelinedStrategy):
         super().setup_environment()
         if self._mesh is None:
             innermost = "pipeline" if self._degrees.pipeline == "node" else "tensor"
-            self._mesh = build_mesh(self.degrees, self.root_device.type, innermost=innermost)
+            device_type = self.root_device.type
+            self._mesh = build_mesh(self.degrees, device_type, innermost=innermost, timeout=self._timeout)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._mesh.devices
 
@@ -287,6 +308,7 @@ class MeshStrategy(PipelinedStrategy):
         self.refuse(left_over_violations(module, self._policies(module), self.degrees))
         left = parallelized(module)
         self._parallelized = left or self._parallelize(module)
+        self._while_set_up.enter_context(_torch.data_of_shards_set())
         set_module_device(module, self.root_device)
         self._steps = self._make_steps(module, self._parallelized)
         self._inference_modes = leave_inference_mode(trainer)
@@ -336,6 +358,7 @@ class MeshStrategy(PipelinedStrategy):
 
     @override
     def teardown(self) -> None:
+        self._while_set_up.close()
         for loop, mode in self._inference_modes:
             loop.inference_mode = mode
         self._inference_modes = []

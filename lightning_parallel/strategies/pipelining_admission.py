@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_parallel.degrees import Degrees
+from lightning_parallel.layers import find_layers
 from lightning_parallel.parallelize import Parallelized
 from lightning_parallel.stages import balanced
 from lightning_parallel.techniques.pipeline.placement import Placement
@@ -46,10 +47,33 @@ def pipelined_module_violations(module: LightningModule) -> list[str]:
             f"{type(module).__name__} optimizes manually, inside of training_step; a pipeline runs that step once for "
             "each microbatch and stage. Give automatic_optimization=True, or pipeline=1"
         )
+    clip = getattr(type(module).configure_gradient_clipping, "__code__", None)
+    if is_overridden("configure_gradient_clipping", module) and "clip_gradients" not in getattr(clip, "co_names", ()):
+        found.append(
+            f"{type(module).__name__}.configure_gradient_clipping does not call self.clip_gradients; under a pipeline "
+            "a rank has the gradients of its own layers only, so a norm that it takes by itself is not that of all. "
+            "Call self.clip_gradients(optimizer, gradient_clip_val=...)"
+        )
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
         if is_overridden(name, module) and "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
             found.append(f"{name} takes the dataloader's iterator, so there is no batch that a pipeline could cut")
     return found
+
+
+def hooked_layers_violations(module: LightningModule, layers: str | Sequence[str] | None) -> list[str]:
+    """Hooks of the user's on layers of the stack: those of layers on other stages would not run."""
+    hooked = [
+        path
+        for path in find_layers(module, layers).layers
+        for hook in module.get_submodule(path)._forward_hooks.values()
+        if not getattr(hook, "__module__", "").startswith("transformers.")  # these collect on demand only
+    ]
+    if not hooked:
+        return []
+    return [
+        f"{hooked[0]} has a forward hook, which under a pipeline only the ranks of its stage would run; take it off, "
+        "or give pipeline=1"
+    ]
 
 
 def misplaced_violations(

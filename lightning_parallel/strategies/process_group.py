@@ -232,7 +232,9 @@ class ProcessGroupStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         options = {} if weights_only is None else {"weights_only": weights_only}  # Lightning's, since 2.6
         checkpoint = super().load_checkpoint(checkpoint_path, **options)
-        self._streams.take_from(checkpoint)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._streams.take_from(checkpoint)
         return checkpoint
 
     # Checkpoints ------------------------------------------------------------------------------------------------

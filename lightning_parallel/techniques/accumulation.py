@@ -128,6 +128,15 @@ class GradientReduction:
             self._reduce_held()
         return has_rest
 
+    def reduce_missed(self) -> None:
+        """Reduce what a backward has left though nothing held it back. A collective.
+
+        A unit notices the end of its backward by hooks on the tensors that its forward returned. One that returns an
+        object which hides them, such as a `torch.distributions.Normal`, has none.
+        """
+        if self._units:
+            self._reduce_held()
+
     def hold_microbatches(self) -> None:
         """All backwards until `reduce_microbatches` are parts of one: none of them reduces."""
         for unit in self._units:

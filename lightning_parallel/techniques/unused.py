@@ -30,7 +30,7 @@ class UnusedParameters:
     """
 
     def __init__(self, units: Sequence[nn.Module], group: ProcessGroup) -> None:
-        self._units = [unit for unit in units if _torch.reduce_unused_parameters(unit)] if group.size() > 1 else []
+        self._units = [unit for unit in units if _torch.reduce_unused_parameters(unit)]
         self._group = group
         self._watched: list[Tensor] = []
         self._known: set[Tensor] = set()

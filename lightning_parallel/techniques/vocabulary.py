@@ -26,6 +26,12 @@ from lightning_parallel.tensor_borders import WholeBorders
 from lightning_parallel.tensor_exchange import enter, leave
 
 _cross_entropy = F.cross_entropy
+_OF_THE_WHOLE = {
+    *("all", "any", "norm", "vector_norm", "linalg_norm", "prod", "std", "var", "std_mean", "var_mean", "median"),
+    *("nanmedian", "mode", "kthvalue", "topk", "sort", "argsort", "cumsum", "cumprod", "logcumsumexp", "cummax"),
+    *("cummin", "count_nonzero", "unique", "histc"),
+}
+"""What is given whole logits: of `any` and `norm`, torch 2.13 takes the result of a part for that of all tokens."""
 
 
 def apply_vocabulary(maps: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
@@ -108,6 +114,8 @@ class SplitLogits(HeadSplit):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _cross_entropy:
             return self._loss(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in _OF_THE_WHOLE:
+            args, kwargs = tree_map_only(DTensor, self._gathered, (args, kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
     def _loss(
