@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.checkpoint.whole import whole
+from lightning_parallel.checkpoint.whole import take_buffers_of_stages, whole
 from lightning_parallel.degrees import Degrees
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.fitting import stack_violations
@@ -86,9 +86,7 @@ class Parallelized:
         reshard_units(module)
         module.__dict__.pop(_KEY, None)
         if self.cut is not None:
-            for name, buffer in module.named_buffers(remove_duplicate=False):
-                if name in self.cut.holdings:  # else a step has made it, on the stage that runs it
-                    buffer.copy_(whole(buffer, self.cut.holdings[name]))
+            take_buffers_of_stages(module, self.cut.holdings, self.mesh.pipeline_host_group)
         # By name, and not by footprint: what one stage split another one has never seen, and all take part in each.
         replaced = set(self.replaced().values())
         values: dict[Tensor, Tensor] = {

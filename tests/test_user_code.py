@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import lightning_parallel
 from lightning_parallel import build_strategy, full_state_dict
-from tests.cases import GPT, VOCABULARY, loader_of, next_token_loss, optimizer_of
+from tests.cases import GPT, VOCABULARY, Block, loader_of, next_token_loss, optimizer_of
 from tests.parity import GLOBAL_BATCH, TOLERANCE, Outcome, Recorder, is_moving, make_trainer, num_readers, worst
 from tests.ranks import RankError
 
@@ -128,6 +128,41 @@ class Collecting(Tokens):
         return loss
 
 
+class Positions(nn.Module):
+    """A table that is made anew when it is too short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, length: int) -> Tensor:
+        if length > len(self.table):
+            self.register_buffer("table", torch.arange(float(length)), persistent=False)
+        return self.table[:length]
+
+
+class GrowingBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 1e-2 * self.positions(x.shape[1])[None, :, None])
+
+
+class Growing(Tokens):
+    """Buffers of layers have other sizes after the first step, and one is new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks = nn.ModuleList(GrowingBlock() for _ in range(4))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.register_buffer("seen", loss.detach(), persistent=False)
+        return loss
+
+
 class NormsOfLogits(Tokens):
     """Looks at all logits of a token, in ways that a part of them cannot tell."""
 
@@ -163,6 +198,7 @@ def fitted(make: Any, strategy: str, num_ranks: int, **kwargs: Any) -> Outcome:
         (Contrastive, ("ddp_custom", "fsdp_custom", "tp_custom", "cp_custom")),
         (Unused, ("fsdp_custom", "pp_custom", "tp_custom")),
         (Collecting, ("fsdp_custom", "tp_custom")),
+        (Growing, ("fsdp_custom", "tp_custom", "pp_custom")),
         (NormsOfLogits, ("tp_custom", "tp_custom:tensor_plan={head: vocab}")),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
@@ -52,6 +54,28 @@ def whole(tensor: Tensor, holding: Holding | None = None) -> Tensor:
         here = _whole_here(tensor) if holding.counts_here else torch.empty(tensor.shape, dtype=tensor.dtype)
         return holding.from_owner(here)
     return _whole_here(tensor)
+
+
+def take_buffers_of_stages(module: nn.Module, holdings: Mapping[str, Holding], host_group: ProcessGroup | None) -> None:
+    """Give every rank the buffers of all stages, in the sizes that they have now. A collective.
+
+    A step may have made some anew, and others that were not there before; the latter stay on the ranks of their stage.
+
+    Args:
+        module: The module.
+        holdings: Name of a buffer -> the stages that hold it.
+        host_group: The ranks that share the stack, in host memory.
+    """
+    buffers = module.named_buffers(remove_duplicate=False)
+    own = {name: buffer.shape for name, buffer in buffers if name in holdings and holdings[name].counts_here}
+    shapes: list[Any] = [None] * dist.get_world_size(host_group)
+    dist.all_gather_object(shapes, own, group=host_group)
+    for name, shape in ((name, shape) for of_stage in shapes for name, shape in of_stage.items()):
+        path, _, attribute = name.rpartition(".")
+        table: dict[str, Any] = module.get_submodule(path)._buffers
+        if table[attribute].shape != shape:
+            table[attribute] = table[attribute].new_empty(shape)
+        table[attribute].copy_(whole(table[attribute], holdings[name]))
 
 
 def _whole_here(tensor: Tensor) -> Tensor:
