@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -144,12 +144,27 @@ def abandon_step(unit: nn.Module) -> None:
     if isinstance(unit, FSDPModule):
         _make_idle(unit)
         for group in _parameter_groups(unit):
-            group._partial_reduce_output = None
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+            _drop_held(group, group.fsdp_params)
         unit.reshard()
+
+
+def drop_held_gradients(unit: nn.Module, parameters: Collection[Tensor]) -> None:
+    """Forget the gradients of `parameters`, as shards, that `unit` holds unreduced, or reduced but not averaged yet.
+
+    `FSDPParam.unsharded_accumulated_grad` and `_unsharded_param`, since 2.4.
+    """
+    assert isinstance(unit, FSDPModule)
+    for group in _parameter_groups(unit):
+        _drop_held(group, [each for each in group.fsdp_params if each.sharded_param in parameters])
+
+
+def _drop_held(group: Any, parameters: Sequence[Any]) -> None:
+    if len(parameters) == len(group.fsdp_params):
+        group._partial_reduce_output = None
+    for parameter in parameters:
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
 
 
 def can_hold_gradients(unit: nn.Module) -> bool:

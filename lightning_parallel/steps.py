@@ -6,8 +6,9 @@ A microstep is: buffers, forward, watch, backward, reduce. A window is one or mo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from lightning_parallel import _torch
 from lightning_parallel.parallelize import Parallelized
-from lightning_parallel.techniques.accumulation import GradientReduction
+from lightning_parallel.techniques.accumulation import GradientReduction, ZeroGrad
 from lightning_parallel.techniques.offload import OffloadedState
 from lightning_parallel.techniques.pipeline.gradients import sum_shared_gradients
 from lightning_parallel.techniques.replicate import reduce_gradients, synchronize_buffers
@@ -84,14 +85,24 @@ class Steps:
             group=stage,
             tell=tell,
         )
-        self._on_optimizers: list[OffloadedState | UpdateInBackward] = []
+        self._on_optimizers: list[OffloadedState | UpdateInBackward | ZeroGrad] = []
 
-    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let `optimizers` step as the policies say."""
+    def adopt(self, optimizers: Sequence[Optimizer], handed_out: Sequence[Any] = ()) -> None:
+        """Let `optimizers` step as the policies say.
+
+        Args:
+            optimizers: The user's.
+            handed_out: What the module is given in place of these, with methods of its own.
+        """
+        self._on_optimizers += [ZeroGrad(optimizer, self._drop_held) for optimizer in (*optimizers, *handed_out)]
         if self._policies.offloads_optimizer:
             self._on_optimizers += [OffloadedState(optimizer) for optimizer in optimizers]
         if self._policies.updates_in_backward:
             self._on_optimizers += [UpdateInBackward(optimizer, self._averaged) for optimizer in optimizers]
+
+    def _drop_held(self, parameters: Collection[Tensor]) -> None:
+        self._reduction.drop(parameters)
+        self._unused.forget(parameters)
 
     def state_was_loaded(self) -> None:
         """Bring what a checkpoint put on the device to where it waits."""
@@ -191,6 +202,10 @@ class PipelinedSteps(Steps):
         # In each microstep: what earlier ones of the window left is put aside meanwhile.
         self._average()
         sum_shared_gradients(list(self._module.parameters()))
+
+    @override
+    def _drop_held(self, parameters: Collection[Tensor]) -> None:
+        """Nothing: Lightning calls `zero_grad` when the backward of the step has been."""
 
     @override
     def after_forward(self) -> None:

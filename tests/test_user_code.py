@@ -16,7 +16,17 @@ from torch.utils.data import DataLoader
 import lightning_parallel
 from lightning_parallel import build_strategy, full_state_dict
 from tests.cases import GPT, VOCABULARY, Block, loader_of, next_token_loss, optimizer_of
-from tests.parity import GLOBAL_BATCH, TOLERANCE, Outcome, Recorder, is_moving, make_trainer, num_readers, worst
+from tests.parity import (
+    GLOBAL_BATCH,
+    TOLERANCE,
+    Outcome,
+    Recorder,
+    difference,
+    is_moving,
+    make_trainer,
+    num_readers,
+    worst,
+)
 from tests.ranks import RankError
 
 
@@ -163,6 +173,33 @@ class Growing(Tokens):
         return loss
 
 
+class BrokenOff(Tokens):
+    """Ends an epoch in the middle of an accumulation window."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 3 and self.current_epoch == 0 else None
+
+
+class Dropping(Tokens):
+    """Throws away the gradients of every third backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        with optimizer.toggle_model(sync_grad=batch_idx % 3 == 2):
+            self.manual_backward(loss)
+        if batch_idx % 3 == 0:
+            optimizer.zero_grad()
+        elif batch_idx % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+
 class NormsOfLogits(Tokens):
     """Looks at all logits of a token, in ways that a part of them cannot tell."""
 
@@ -214,6 +251,15 @@ def test_samples_are_gathered_from_ranks_that_read_different_ones(ranks: Any) ->
     expected = fitted(Contrastive, "auto", 1)
     ours = ranks(4).run(fitted, Contrastive, "fsdp_tp_custom", 4)[0]
     assert worst(ours, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("make", "microsteps"), [(BrokenOff, 2), (Dropping, 1)])
+@pytest.mark.parametrize("strategy", ["fsdp_custom:accumulation_sync=last", "fsdp_custom:replicate=2", "ddp_custom"])
+def test_a_window_that_is_broken_off_is_forgotten(ranks: Any, make: Any, microsteps: int, strategy: str) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": microsteps, "max_epochs": 2}
+    expected = fitted(make, "auto", 1, **options)
+    ours = ranks(2).run(fitted, make, strategy, 2, **options)[0]
+    assert difference(ours.final, expected.final) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("strategy", "size"), [("pp_custom", 2), ("fsdp_custom:accumulation_sync=last", 1)])

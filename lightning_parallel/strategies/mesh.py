@@ -319,7 +319,7 @@ class MeshStrategy(PipelinedStrategy):
         self.setup_precision_plugin()
         if is_fitting and self._offload != "all":
             _optimizers_to_device(self.optimizers, self.root_device)
-        self._steps.adopt(self._training_optimizers)
+        self._steps.adopt(self._training_optimizers, self._lightning_optimizers)
         self._attach_pipeline()
 
     def _parallelize(self, module: LightningModule, placement: Placement | None = None) -> Parallelized:

@@ -7,11 +7,13 @@ sharding a gradient that is not reduced yet is whole, so reducing late trades me
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
@@ -128,6 +130,12 @@ class GradientReduction:
             self._reduce_held()
         return has_rest
 
+    def drop(self, parameters: Collection[Tensor]) -> None:
+        """Forget gradients of `parameters` that wait: those of a window that was broken off."""
+        if self._has_held:
+            for unit in self._units:
+                _torch.drop_held_gradients(unit, parameters)
+
     def reduce_missed(self) -> None:
         """Reduce what a backward has left though nothing held it back. A collective.
 
@@ -186,6 +194,30 @@ class GradientReduction:
             f"accumulation_sync=auto: gradients are reduced in {'the last' if fits else 'every'} microstep; unreduced "
             f"they take {needed / 2**30:.2f} GiB, and {int(room) / 2**30:.2f} GiB were free at the peak"
         )
+
+
+class ZeroGrad:
+    """Lets `zero_grad` of an optimizer drop what waits beside the gradients that it knows of; `detach` ends it.
+
+    Args:
+        optimizer: The optimizer, or Lightning's form of it.
+        drop: Takes its parameters.
+    """
+
+    def __init__(self, optimizer: Any, drop: Callable[[Collection[Tensor]], None]) -> None:
+        self._optimizer = optimizer
+        plain = optimizer.zero_grad
+
+        @functools.wraps(plain)
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            plain(*args, **kwargs)
+            drop({parameter for group in optimizer.param_groups for parameter in group["params"]})
+
+        optimizer.zero_grad = zero_grad
+
+    def detach(self) -> None:
+        """Give the optimizer its own `zero_grad` back."""
+        vars(self._optimizer).pop("zero_grad", None)
 
 
 _CHANGED = (
