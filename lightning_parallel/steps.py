@@ -155,6 +155,8 @@ class Steps:
         """Let whole parameters be averaged when backward through `loss` ends, once a window."""
         self._check_sequences()  # under manual optimization, the step has not ended yet
         self._unused.watch()
+        if self._reduction.is_first:
+            self._unused.keep_present()
         self._reduction.before_backward()
         if self._averaged and loss.requires_grad and not self._reduction.is_held:
             _torch.after_backward(loss, self._average)

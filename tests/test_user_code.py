@@ -121,6 +121,24 @@ class Unused(Tokens):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.5)
 
 
+class ZerosKept(Tokens):
+    """A head that only the first steps use, whose gradient stays as zeros, so that momentum and decay go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(VOCABULARY, VOCABULARY)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        logits = self.model(batch[0])
+        return next_token_loss(self.extra(logits) if batch_idx < 2 else logits, batch[0])
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
 class Collecting(Tokens):
     """An auxiliary loss over what hooks collect inside of layers."""
 
@@ -234,6 +252,7 @@ def fitted(make: Any, strategy: str, num_ranks: int, **kwargs: Any) -> Outcome:
         (ActorCritic, ("ddp_custom", "fsdp_custom", "zero2_custom", "fsdp_custom:layers=[]")),
         (Contrastive, ("ddp_custom", "fsdp_custom", "tp_custom", "cp_custom")),
         (Unused, ("fsdp_custom", "pp_custom", "tp_custom")),
+        (ZerosKept, ("fsdp_custom", "fsdp_custom:layers=[]", "tp_custom")),
         (Collecting, ("fsdp_custom", "tp_custom")),
         (Growing, ("fsdp_custom", "tp_custom", "pp_custom")),
         (NormsOfLogits, ("tp_custom", "tp_custom:tensor_plan={head: vocab}")),

@@ -80,6 +80,7 @@ class GradientReduction:
         self._tell = tell
         self._has_measured = False
         self._has_held = False
+        self._has_held_before = False
         self.is_held = False
 
     @property
@@ -87,11 +88,17 @@ class GradientReduction:
         """Whether the microstep that runs now keeps whole gradients, so that its reduction says nothing yet."""
         return self.is_held and self._mode == "last"
 
+    @property
+    def is_first(self) -> bool:
+        """Whether no earlier microstep of the window has held gradients back."""
+        return not (self._has_held_before if self.is_held else self._has_held)
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Backward in here is not the last of its window."""
         self._measure()
         self._set(reduce=self._mode != "last", all_reduce=not _torch.CAN_REDUCE_UNUSED)
+        self._has_held_before = self._has_held
         self.is_held = self._has_held = True
         try:
             yield

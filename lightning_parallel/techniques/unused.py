@@ -46,6 +46,10 @@ class UnusedParameters:
                     self._watched.append(sharded)
                     gathered.register_post_accumulate_grad_hook(self._note(sharded))
 
+    def keep_present(self) -> None:
+        """Leave gradients that are there before backward, such as the zeros of `zero_grad(set_to_none=False)`."""
+        self._accumulated.update(parameter for parameter in self._watched if parameter.grad is not None)
+
     @torch.no_grad()
     def settle(self) -> None:
         """Take zeros away that stand for no gradient; call it after each backward, on all ranks. A collective."""
