@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import lightning_parallel
 from lightning_parallel import build_strategy, full_state_dict
+from lightning_parallel.callbacks import TokenWeighted
 from tests.cases import GPT, VOCABULARY, Block, loader_of, next_token_loss, optimizer_of
 from tests.parity import (
     GLOBAL_BATCH,
@@ -279,6 +280,18 @@ def test_a_window_that_is_broken_off_is_forgotten(ranks: Any, make: Any, microst
     expected = fitted(make, "auto", 1, **options)
     ours = ranks(2).run(fitted, make, strategy, 2, **options)[0]
     assert difference(ours.final, expected.final) <= TOLERANCE
+
+
+def test_tokens_of_a_window_that_is_broken_off_do_not_count() -> None:
+    """With as many tokens in each sample, the callback changes nothing."""
+    found = []
+    for callbacks in ([], [TokenWeighted()]):
+        L.seed_everything(3, verbose=False)
+        module = BrokenOff()
+        trainer = make_trainer("auto", 1, callbacks=callbacks, accumulate_grad_batches=2, max_epochs=2)
+        trainer.fit(module, tokens_of(4))
+        found.append(full_state_dict(trainer))
+    assert difference(*found) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("strategy", "size"), [("pp_custom", 2), ("fsdp_custom:accumulation_sync=last", 1)])

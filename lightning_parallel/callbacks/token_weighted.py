@@ -99,6 +99,10 @@ class TokenWeighted(Callback):
             self._observe()
 
     @override
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._window = _Window()  # else one that was broken off would be counted to this one
+
+    @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         observed = self._stop_observing()
         tokens = self._given if self._given is not None else _as_number(observed, pl_module.device)
