@@ -49,6 +49,6 @@ def goes_wrong(how: str) -> int:
 def test_says_which_rank_failed_and_where(pool: RankPool, how: str, words: list[str]) -> None:
     assert pool.run(goes_wrong, "nothing") == [0, 1]
     with pytest.raises(RankError) as raised:
-        pool.run(goes_wrong, how, deadline=10)
+        pool.run(goes_wrong, how, deadline=5)
     for word in words:
         assert word in str(raised.value)
