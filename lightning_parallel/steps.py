@@ -72,9 +72,11 @@ class Steps:
         self._averaged = parallelized.averaged_parameters(module) if is_shared else []
         self._has_buffers = next(module.buffers(), None) is not None
         units = parallelized.units(module)
-        # Zeros in the place of missing gradients are taken away after backward, when these would be used up.
         stage = self._mesh.stage_host_group
-        self._unused = UnusedParameters([] if policies.updates_in_backward else units, stage)
+        # Zeros take the place of missing gradients for other ranks, and beside gradients that wait in a wider dtype.
+        has_zeros = stage.size() > 1 or parallelized.policies.dtypes.reduce is not None
+        # They are taken away after backward, when gradients would be used up if they were updated in it.
+        self._unused = UnusedParameters(units if has_zeros and not policies.updates_in_backward else [], stage)
         self._reduction = GradientReduction(
             units,
             mode=policies.accumulation_sync,
