@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lightning_parallel import _torch
 from lightning_parallel.caches import is_cache
+from lightning_parallel.side_effects import side_effects_undone
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Of the largest element. Layers compute parts in fp32 even where all they are given is fp64."""
@@ -42,14 +42,11 @@ def probing(layer: nn.Module, arguments: Any, *, doubles: bool) -> Iterator[Any]
     modes = {child: child.training for child in layer.modules()}
     tables: list[dict[str, Any]] = [child._buffers for child in layer.modules()]
     tables += [child._parameters for child in layer.modules()]  # type: ignore[misc]
-    tensors, attributes = [dict(table) for table in tables], _attributes(layer)
+    tensors = [dict(table) for table in tables]
     device = next((leaf.device.type for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), "cpu")
     copies: dict[int, Any] = {}  # what is tied stays tied
-    hooks = _hooks_on_results(layer)
     try:
         layer.eval()
-        for table, _ in hooks:
-            table.clear()
         for table in tables:
             for name, tensor in table.items():
                 table[name] = copies.setdefault(id(tensor), _copy(tensor, doubles=doubles))
@@ -59,25 +56,13 @@ def probing(layer: nn.Module, arguments: Any, *, doubles: bool) -> Iterator[Any]
             enabled=torch.is_autocast_enabled(device) and not doubles,
             cache_enabled=False,
         )
-        with _torch.without_dispatch_modes(), saved_tensors_hooks(_same, _same), autocast:
+        with _torch.without_dispatch_modes(), saved_tensors_hooks(_same, _same), autocast, side_effects_undone(layer):
             yield tree_map_only(Tensor, _double, arguments) if doubles else arguments
     finally:
         for table, before in zip(tables, tensors, strict=True):
             table.update(before)
-        _restore(attributes)
-        for table, own in hooks:
-            table.update(own)
         for child, mode in modes.items():
             child.training = mode
-
-
-def _hooks_on_results(layer: nn.Module) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """The tables of hooks by which somebody may collect what submodules return, and what is in them.
-
-    Those of sharded units stay, by which these free what they have gathered.
-    """
-    children = [child for child in layer.modules() if child is not layer and not isinstance(child, FSDPModule)]
-    return [(child._forward_hooks, dict(child._forward_hooks)) for child in children]
 
 
 def _copy(tensor: Any, *, doubles: bool) -> Any:
@@ -117,26 +102,6 @@ def _double(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     return tensor.detach().double().requires_grad_(tensor.requires_grad)
-
-
-_Attributes = list[tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]]
-
-
-def _attributes(layer: nn.Module) -> _Attributes:
-    """What code keeps on the layer and its submodules, with what is in lists and dicts of it."""
-    found: _Attributes = []
-    for child in layer.modules():
-        own = {name: value for name, value in vars(child).items() if not name.startswith("_")}
-        found.append((vars(child), own, [(v, v.copy()) for v in own.values() if type(v) in (list, dict)]))
-    return found
-
-
-def _restore(attributes: _Attributes) -> None:
-    for holder, own, containers in attributes:
-        holder.update(own)
-        for container, content in containers:
-            container.clear()
-            container.extend(content) if isinstance(container, list) else container.update(content)
 
 
 def _same(saved: Any) -> Any:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.layer_arguments import guess_arguments
+from lightning_parallel.side_effects import side_effects_undone
 
 _attention = F.scaled_dot_product_attention
 _GROUPED = ("grouped_mm", "_grouped_mm")
@@ -119,7 +120,7 @@ def trace_layer(layer: nn.Module) -> LayerTrace:
             for args, kwargs in guess_arguments(ghost, width, _vectors(ghost), torch.device(device), limit=limit):
                 trace = LayerTrace()
                 try:
-                    with torch.device(device), warnings.catch_warnings(action="ignore"):
+                    with torch.device(device), warnings.catch_warnings(action="ignore"), side_effects_undone(ghost):
                         _run(ghost, args, kwargs, trace)
                 except Exception as error:
                     reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
@@ -235,9 +236,6 @@ def _ghost(layer: nn.Module, device: torch.device) -> nn.Module:
     """A copy of `layer` on `device` whose tensors take no memory, and whose parameters want gradients."""
     memo: dict[int, Any] = {}
     for tensor in (*layer.parameters(), *layer.buffers()):
-        bare = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-        memo[id(tensor)] = nn.Parameter(bare, bare.is_floating_point()) if isinstance(tensor, nn.Parameter) else bare
-    ghost = copy.deepcopy(layer, memo)
-    for child in ghost.modules():
-        child._forward_hooks.clear()  # whoever collects results by them would be given the ghost's
-    return ghost
+        ghost = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        memo[id(tensor)] = nn.Parameter(ghost, ghost.is_floating_point()) if isinstance(tensor, nn.Parameter) else ghost
+    return copy.deepcopy(layer, memo)

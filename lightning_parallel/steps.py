@@ -165,7 +165,7 @@ class Steps:
 
     def after_backward(self) -> None:
         """Agree with the other ranks on what was used. A collective."""
-        if self._is_manual and not self._reduction.is_held:
+        if self._is_manual:
             self._reduction.reduce_missed()
         if not self._reduction.holds_shards:
             self._unused.settle()

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "lightning_parallel"
 LAYERS = (
     ("errors",),
-    ("degrees", "_torch", "layer_arguments", "init_replay"),
+    ("degrees", "_torch", "layer_arguments", "init_replay", "side_effects"),
     ("layers", "caches", "mesh", "precision", "footprint", "init_record", "layer_trace"),
     ("memory", "updates", "randomness", "exchange", "tensor_plan", "layer_probe", "ghosts", "stages"),
     ("hidden_states", "tensor_exchange"),

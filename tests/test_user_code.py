@@ -192,6 +192,26 @@ class Growing(Tokens):
         return loss
 
 
+class Adapted(Tokens):
+    """Adapters that hooks add to results, and one hook that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.adapters = nn.ModuleList(nn.Linear(16, 16) for _ in self.model.blocks)
+        for block, adapter in zip(self.model.blocks, self.adapters, strict=True):
+            block.norm1.register_forward_hook(lambda module, args, output, adapter=adapter: output + adapter(args[0]))
+            block.norm2.register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.calls += 1
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        assert self.calls == (batch_idx + 1) * len(self.model.blocks)
+        return loss
+
+
 class BrokenOff(Tokens):
     """Ends an epoch in the middle of an accumulation window."""
 
@@ -255,6 +275,7 @@ def fitted(make: Any, strategy: str, num_ranks: int, **kwargs: Any) -> Outcome:
         (Unused, ("fsdp_custom", "pp_custom", "tp_custom")),
         (ZerosKept, ("fsdp_custom", "fsdp_custom:layers=[]", "tp_custom")),
         (Collecting, ("fsdp_custom", "tp_custom")),
+        (Adapted, ("fsdp_custom", "tp_custom")),
         (Growing, ("fsdp_custom", "tp_custom", "pp_custom")),
         (NormsOfLogits, ("tp_custom", "tp_custom:tensor_plan={head: vocab}")),
     ],
@@ -328,6 +349,11 @@ class ClippingByLightning(Tokens):
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
 
 
+class ClippingBySuper(Tokens):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        super().configure_gradient_clipping(optimizer, 0.1, "norm")
+
+
 class Nested(Tokens):
     def __init__(self) -> None:
         super().__init__()
@@ -371,9 +397,10 @@ def test_refused(ranks: Any, make: Any, strategy: str, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_a_clipping_that_asks_lightning_runs_under_a_pipeline(ranks: Any) -> None:
-    expected = fitted(ClippingByLightning, "auto", 1)
-    assert worst(ranks(2).run(fitted, ClippingByLightning, "pp_custom", 2)[0], expected) <= TOLERANCE
+@pytest.mark.parametrize("make", [ClippingByLightning, ClippingBySuper])
+def test_a_clipping_that_asks_lightning_runs_under_a_pipeline(ranks: Any, make: Any) -> None:
+    expected = fitted(make, "auto", 1)
+    assert worst(ranks(2).run(fitted, make, "pp_custom", 2)[0], expected) <= TOLERANCE
 
 
 # What is left behind ------------------------------------------------------------------------------------------------

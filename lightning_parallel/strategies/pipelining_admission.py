@@ -47,8 +47,9 @@ def pipelined_module_violations(module: LightningModule) -> list[str]:
             f"{type(module).__name__} optimizes manually, inside of training_step; a pipeline runs that step once for "
             "each microbatch and stage. Give automatic_optimization=True, or pipeline=1"
         )
-    clip = getattr(type(module).configure_gradient_clipping, "__code__", None)
-    if is_overridden("configure_gradient_clipping", module) and "clip_gradients" not in getattr(clip, "co_names", ()):
+    code = getattr(type(module).configure_gradient_clipping, "__code__", None)
+    calls_lightning = {"clip_gradients", "configure_gradient_clipping"} & set(getattr(code, "co_names", ()))
+    if is_overridden("configure_gradient_clipping", module) and not calls_lightning:
         found.append(
             f"{type(module).__name__}.configure_gradient_clipping does not call self.clip_gradients; under a pipeline "
             "a rank has the gradients of its own layers only, so a norm that it takes by itself is not that of all. "

@@ -144,12 +144,12 @@ class GradientReduction:
                 _torch.drop_held_gradients(unit, parameters)
 
     def reduce_missed(self) -> None:
-        """Reduce what a backward has left though nothing held it back. A collective.
+        """Reduce what a backward has left though nothing in its window held it back. A collective.
 
         A unit notices the end of its backward by hooks on the tensors that its forward returned. One that returns an
         object which hides them, such as a `torch.distributions.Normal`, has none.
         """
-        if self._units:
+        if self._units and not self._has_held:
             self._reduce_held()
 
     def hold_microbatches(self) -> None:
