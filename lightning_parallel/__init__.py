@@ -3,13 +3,13 @@
 Importing the package registers its names for ``Trainer(strategy=...)`` and changes nothing else.
 """
 
-from lightning_parallel.checkpoint.whole import full_state_dict
+from lightning_parallel.checkpoint.full_state import full_state_dict
 from lightning_parallel.cli.explain import explain
 from lightning_parallel.cli.lightning_cli import LightningCLI
-from lightning_parallel.degrees import Degrees
+from lightning_parallel.dtypes import DtypePolicy
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.precision import DtypePolicy
 from lightning_parallel.presets import build_strategy, register
+from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.ddp import DDPStrategy
 from lightning_parallel.strategies.mesh import MeshStrategy

@@ -12,21 +12,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.checkpoint.whole import take_buffers_of_stages, whole
-from lightning_parallel.degrees import Degrees
+from lightning_parallel.checkpoint.full_state import take_buffers_of_stages, whole
+from lightning_parallel.compatibility import stack_violations
+from lightning_parallel.dtypes import DtypePolicy
 from lightning_parallel.errors import ConfigurationError, check
-from lightning_parallel.fitting import stack_violations
-from lightning_parallel.footprint import Footprint
-from lightning_parallel.hidden_states import Lengths
-from lightning_parallel.init_record import InitRecord
-from lightning_parallel.layers import Anatomy, find_layers
-from lightning_parallel.mesh import Mesh
+from lightning_parallel.module.hidden_states import Lengths
+from lightning_parallel.module.layer_stacks import ModuleStructure, find_layers
+from lightning_parallel.module.snapshot import Snapshot
 from lightning_parallel.policies import LayerPolicies, Policies
-from lightning_parallel.precision import DtypePolicy
-from lightning_parallel.stages import holding_of
+from lightning_parallel.ranks.degrees import Degrees
+from lightning_parallel.ranks.mesh import Mesh
+from lightning_parallel.ranks.stage_owners import stage_owners_of
 from lightning_parallel.techniques.buffers import apply_buffer_dtype
 from lightning_parallel.techniques.compiling import apply_compile
 from lightning_parallel.techniques.context.layers import apply_context
+from lightning_parallel.techniques.deferred_init.record import InitRecord
 from lightning_parallel.techniques.float8 import apply_float8
 from lightning_parallel.techniques.offload import build_offload_policy
 from lightning_parallel.techniques.pipeline.cut import CutStack, cut_stack
@@ -45,8 +45,8 @@ from lightning_parallel.techniques.sharding import (
     unreduced_parameters,
 )
 from lightning_parallel.techniques.tensor.layers import apply_tensor
-from lightning_parallel.techniques.vocabulary import apply_vocabulary, keep_split
-from lightning_parallel.tensor_plan import plan_tensor
+from lightning_parallel.techniques.tensor.plan import plan_tensor
+from lightning_parallel.techniques.tensor.vocabulary import apply_vocabulary, keep_split
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Parallelized:
         mesh: The ranks.
         plan: What is sharded with what.
         policies: By which rules.
-        footprints: What the module was before each kind of change, in the order of these; the last is sharding.
+        snapshots: What the module was before each kind of change, in the order of these; the last is sharding.
         lengths: What is cut along the sequence now, for each stack in which it is.
         cut: The stack of which each rank has some stages.
     """
@@ -65,13 +65,13 @@ class Parallelized:
     mesh: Mesh
     plan: ShardingPlan
     policies: Policies
-    footprints: tuple[Footprint, ...]
+    snapshots: tuple[Snapshot, ...]
     lengths: tuple[Lengths, ...] = ()
     cut: CutStack | None = None
 
     def replaced(self) -> dict[Tensor, Tensor]:
         """The module's own parameter -> what stands in its place."""
-        return {own: current for footprint in self.footprints for own, current in footprint.replaced()}
+        return {own: current for snapshot in self.snapshots for own, current in snapshot.replaced()}
 
     def units(self, module: nn.Module) -> list[nn.Module]:
         """The sharded units, inner before outer."""
@@ -86,15 +86,15 @@ class Parallelized:
         reshard_units(module)
         module.__dict__.pop(_KEY, None)
         if self.cut is not None:
-            take_buffers_of_stages(module, self.cut.holdings, self.mesh.pipeline_host_group)
+            take_buffers_of_stages(module, self.cut.owners_by_name, self.mesh.pipeline_host_group)
         # By name, and not by footprint: what one stage split another one has never seen, and all take part in each.
         replaced = set(self.replaced().values())
         values: dict[Tensor, Tensor] = {
-            p: whole(p) for p in module.parameters() if p in replaced or holding_of(p) is not None
+            p: whole(p) for p in module.parameters() if p in replaced or stage_owners_of(p) is not None
         }
         own: dict[Tensor, nn.Parameter] = {}
-        for footprint in reversed(self.footprints):
-            own |= footprint.restore(values.__getitem__)
+        for snapshot in reversed(self.snapshots):
+            own |= snapshot.restore(values.__getitem__)
         for parameter in module.parameters():
             parameter.grad = None  # alike on all ranks: what was replaced has none
         return own
@@ -148,23 +148,23 @@ def parallelize(
         ConfigurationError: For tensors that cannot be made, and for parameters whose gradients nobody reduces.
     """
     check(stack_violations(module, policies, mesh.degrees))
-    anatomy = find_layers(module, policies.layer.layers)
-    with Footprint(module) as pipeline:
+    structure = find_layers(module, policies.layer.layers)
+    with Snapshot(module) as pipeline:
         groups = {"group": mesh.pipeline_group, "host_group": mesh.pipeline_host_group}
-        cut = cut_stack(module, anatomy, policies.pipeline, **groups, placement=placement)
-    anatomy = anatomy if cut is None else cut.local(anatomy)
-    stacks = [[(path, module.get_submodule(path)) for path in stack.layers] for stack in anatomy.stacks]
-    with Footprint(module) as tensor:
+        cut = cut_stack(module, structure, policies.pipeline, **groups, placement=placement)
+    structure = structure if cut is None else cut.local(structure)
+    stacks = [[(path, module.get_submodule(path)) for path in stack.layers] for stack in structure.stacks]
+    with Snapshot(module) as tensor:
         synchronize_module(module, device)
         if cut is not None:
             cut.release(module, device)
-        lengths = _split(module, anatomy, stacks, mesh, policies) if mesh.tensor is not None else []
-    with Footprint(module) as context:
+        lengths = _split(module, structure, stacks, mesh, policies) if mesh.tensor is not None else []
+    with Snapshot(module) as context:
         if mesh.context_group is not None:
             lengths += apply_context(stacks, mesh.context_group, attention=policies.context_attention)
-    layers = transform_layers(module, anatomy, policies.layer, buffers=policies.dtypes.buffers)
-    with Footprint(module) as sharding:
-        plan = _shard(module, anatomy, mesh, device, policies, init)
+    layers = transform_layers(module, structure, policies.layer, buffers=policies.dtypes.buffers)
+    with Snapshot(module) as sharding:
+        plan = _shard(module, structure, mesh, device, policies, init)
         if cut is None:
             gather_in_steps(module, plan, policies.step_methods)
         for method in policies.forward_methods:
@@ -172,8 +172,8 @@ def parallelize(
         if cut is not None:
             cut.mark(module)
     _audit(module, plan, mesh)
-    footprints = (pipeline, tensor, context, layers, sharding)
-    result = Parallelized(mesh, plan, policies, footprints, tuple(lengths), cut)
+    snapshots = (pipeline, tensor, context, layers, sharding)
+    result = Parallelized(mesh, plan, policies, snapshots, tuple(lengths), cut)
     for own, current in result.replaced().items():
         current.__dict__.update(vars(own))  # marks that code reads, such as `parameter.no_weight_decay`
     module.__dict__[_KEY] = result
@@ -182,14 +182,14 @@ def parallelize(
 
 def _split(
     module: nn.Module,
-    anatomy: Anatomy,
+    structure: ModuleStructure,
     stacks: Sequence[Sequence[tuple[str, nn.Module]]],
     mesh: Mesh,
     policies: Policies,
 ) -> list[Lengths]:
     """Tensor parallel: the layers, and what is split by tokens outside of them."""
     assert mesh.tensor is not None
-    plan = plan_tensor(module, anatomy, policies.tensor_plan, degree=mesh.tensor.size())
+    plan = plan_tensor(module, structure, policies.tensor_plan, degree=mesh.tensor.size())
     lengths = apply_tensor(stacks, plan, mesh.tensor, peers=mesh.stage_host_group, sequence=policies.sequence)
     if plan.tables:
         apply_vocabulary({path: module.get_submodule(path) for path in plan.tables}, mesh.tensor)
@@ -199,14 +199,14 @@ def _split(
 
 def _shard(
     module: nn.Module,
-    anatomy: Anatomy,
+    structure: ModuleStructure,
     mesh: Mesh,
     device: torch.device,
     policies: Policies,
     init: InitRecord | None,
 ) -> ShardingPlan:
     """FSDP2 around what the techniques before have left, and the tensors that are still to be made."""
-    plan = _plan_sharding(module, anatomy, mesh, policies)
+    plan = _plan_sharding(module, structure, mesh, policies)
     apply_sharding(
         module,
         plan,
@@ -222,42 +222,42 @@ def _shard(
     return plan
 
 
-def _plan_sharding(module: nn.Module, anatomy: Anatomy, mesh: Mesh, policies: Policies) -> ShardingPlan:
+def _plan_sharding(module: nn.Module, structure: ModuleStructure, mesh: Mesh, policies: Policies) -> ShardingPlan:
     dtypes = policies.dtypes
     if mesh.sharding.size() == 1 and dtypes.fsdp == DtypePolicy().fsdp and policies.offload != "all":
         return keep_whole(module)  # FSDP2 would copy every parameter for each forward and backward, to no end
     return plan_sharding(
-        module, anatomy.units, root_is_unit=not policies.backward_in_step, casts=dtypes.param is not None
+        module, structure.units, root_is_unit=not policies.backward_in_step, casts=dtypes.param is not None
     )
 
 
 def transform_layers(
     module: nn.Module,
-    anatomy: Anatomy,
+    structure: ModuleStructure,
     policies: LayerPolicies,
     *,
     buffers: torch.dtype | None = None,
-) -> Footprint:
+) -> Snapshot:
     """Change how the layers of the stacks compute, in place; `restore` of the result undoes it. No collective.
 
     Args:
         module: The whole module.
-        anatomy: Where its layers are.
+        structure: Where its layers are.
         policies: What is done to each.
         buffers: Dtype of floating-point buffers in forward, of all submodules.
 
     """
-    layers = [module.get_submodule(path) for path in anatomy.layers]
+    layers = [module.get_submodule(path) for path in structure.layers]
     recompute = parse_recompute(policies.recompute)
     assert recompute is not None
-    with Footprint(module) as footprint:
+    with Snapshot(module) as snapshot:
         if policies.float8 not in (None, "none"):
             apply_float8(layers, str(policies.float8))
         apply_buffer_dtype(module, buffers)
         apply_recompute(layers, recompute)
         if policies.compile == "layers":
             apply_compile(layers, budget=recompute.budget)
-    return footprint
+    return snapshot
 
 
 def _audit(module: nn.Module, plan: ShardingPlan, mesh: Mesh) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_parallel.precision import DtypePolicy
+from lightning_parallel.dtypes import DtypePolicy
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
 

@@ -161,7 +161,7 @@ class Steps:
             self._unused.keep_present()
         self._reduction.before_backward()
         if self._averaged and loss.requires_grad and not self._reduction.is_held:
-            _torch.after_backward(loss, self._average)
+            _torch.autograd.after_backward(loss, self._average)
 
     def after_backward(self) -> None:
         """Agree with the other ranks on what was used. A collective."""

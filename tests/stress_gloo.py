@@ -4,7 +4,7 @@
     python -m tests.stress_gloo --made-by torch --seconds 60
 
 The second ends with SIGSEGV, or with SIGABRT and "malloc(): unaligned tcache chunk detected", as long as torch writes
-the name of what a thread has finished without a lock. See `gloo_of_one_thread` in `lightning_parallel/_torch.py`.
+the name of what a thread has finished without a lock. See `_torch.groups.gloo_of_one_thread`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_parallel.degrees import Degrees
-from lightning_parallel.mesh import build_mesh
+from lightning_parallel.ranks.degrees import Degrees
+from lightning_parallel.ranks.mesh import build_mesh
 from tests.ranks import free_port
 
 SOONER = 200

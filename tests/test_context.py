@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_parallel import ConfigurationError, build_strategy, full_state_dict
 from lightning_parallel.callbacks import ExponentialMovingAverage, GlobalBatch, GradientNorm, TokenWeighted
-from lightning_parallel.hidden_states import Lengths
+from lightning_parallel.module.hidden_states import Lengths
 from tests.cases import CASES, LENGTH, VOCABULARY, ByteGPT, Case, data_of
 from tests.collectives import Collectives
 from tests.parity import GLOBAL_BATCH, STEPS, TOLERANCE, Outcome, Recorder, is_moving, make_trainer, worst

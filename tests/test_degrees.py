@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from lightning_parallel.degrees import Degrees, reshard_violations
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.ranks.degrees import Degrees, reshard_violations
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_degrees_need_no_torch() -> None:
     code = (
         "import importlib.util, sys, types\n"
         "sys.modules['lightning_parallel'] = types.ModuleType('lightning_parallel')\n"
-        "for name in ('errors', 'degrees'):\n"
-        "    spec = importlib.util.spec_from_file_location(f'lightning_parallel.{name}', f'{sys.argv[1]}/{name}.py')\n"
+        "for name, path in (('errors', 'errors'), ('ranks.degrees', 'ranks/degrees')):\n"
+        "    spec = importlib.util.spec_from_file_location(f'lightning_parallel.{name}', f'{sys.argv[1]}/{path}.py')\n"
         "    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)\n"
         "    spec.loader.exec_module(module)\n"
         "assert 'torch' not in sys.modules\n"

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_parallel.degrees import Degrees
-from lightning_parallel.mesh import build_mesh
+from lightning_parallel.ranks.degrees import Degrees
+from lightning_parallel.ranks.mesh import build_mesh
 
 ROOT = Path(__file__).parents[1]
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_parallel import ConfigurationError, build_strategy
-from lightning_parallel.layers import find_layers
-from lightning_parallel.tensor_plan import plan_tensor
+from lightning_parallel.module.layer_stacks import find_layers
+from lightning_parallel.techniques.tensor.plan import plan_tensor
 from tests.cases import LENGTH, VOCABULARY, Case, next_token_loss
 from tests.parity import TOLERANCE, Outcome, make_trainer, worst
 from tests.test_context import batches

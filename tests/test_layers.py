@@ -4,19 +4,19 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_parallel import layers
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.layers import find_layers
+from lightning_parallel.module import layer_stacks
+from lightning_parallel.module.layer_stacks import find_layers
 from tests.cases import CASES, GPT, Block
 
 
 def test_gpt() -> None:
-    anatomy = find_layers(CASES["byte_gpt"]())
-    assert [stack.path for stack in anatomy.stacks] == ["model.blocks"]
-    assert anatomy.layers == anatomy.units == ("model.blocks.0", "model.blocks.1", "model.blocks.2")
-    assert anatomy.prologue == ("model.tokens", "model.positions")
-    assert anatomy.epilogue == ("model.norm", "model.head")
-    assert anatomy.explain().splitlines() == [
+    structure = find_layers(CASES["byte_gpt"]())
+    assert [stack.path for stack in structure.stacks] == ["model.blocks"]
+    assert structure.layers == structure.units == ("model.blocks.0", "model.blocks.1", "model.blocks.2")
+    assert structure.prologue == ("model.tokens", "model.positions")
+    assert structure.epilogue == ("model.norm", "model.head")
+    assert structure.explain().splitlines() == [
         "11,152 parameters",
         "stack model.blocks: 3 x Block, 3,280 parameters each",
         "prologue: model.tokens, model.positions",
@@ -25,24 +25,24 @@ def test_gpt() -> None:
 
 
 def test_two_stacks() -> None:
-    anatomy = find_layers(CASES["encoder_decoder"]())
-    assert [stack.path for stack in anatomy.stacks] == ["transformer.encoder.layers", "transformer.decoder.layers"]
-    assert anatomy.between == ("transformer.encoder.norm",)
-    assert anatomy.epilogue == ("transformer.decoder.norm", "head")
+    structure = find_layers(CASES["encoder_decoder"]())
+    assert [stack.path for stack in structure.stacks] == ["transformer.encoder.layers", "transformer.decoder.layers"]
+    assert structure.between == ("transformer.encoder.norm",)
+    assert structure.epilogue == ("transformer.decoder.norm", "head")
 
 
 @pytest.mark.parametrize("case", ["lstm", "conv_net", "gan"])
 def test_no_stack(case: str) -> None:
-    anatomy = find_layers(CASES[case]())
-    assert anatomy.stacks == ()
-    assert anatomy.epilogue == ()
-    assert "no stack of repeated layers" in anatomy.explain()
+    structure = find_layers(CASES[case]())
+    assert structure.stacks == ()
+    assert structure.epilogue == ()
+    assert "no stack of repeated layers" in structure.explain()
 
 
 def test_hugging_face() -> None:
-    anatomy = find_layers(CASES["hf_gpt2"]())
-    assert [stack.path for stack in anatomy.stacks] == ["model.transformer.h"]
-    assert anatomy.units == anatomy.layers  # the tied embedding and head are both outside the stack
+    structure = find_layers(CASES["hf_gpt2"]())
+    assert [stack.path for stack in structure.stacks] == ["model.transformer.h"]
+    assert structure.units == structure.layers  # the tied embedding and head are both outside the stack
 
 
 def test_outermost_stack_wins() -> None:
@@ -67,10 +67,10 @@ def test_stages_of_a_residual_network() -> None:
 def test_shared_parameters_are_no_units() -> None:
     module = GPT()
     module.blocks[1].mlp[0].weight = module.blocks[0].mlp[0].weight
-    anatomy = find_layers(module)
-    assert anatomy.units == ("blocks.2",)
-    assert anatomy.shared == {"blocks.0": "blocks.1.mlp.0.weight", "blocks.1": "blocks.0.mlp.0.weight"}
-    assert "blocks.1 is no unit of its own: it shares blocks.0.mlp.0.weight" in anatomy.explain()
+    structure = find_layers(module)
+    assert structure.units == ("blocks.2",)
+    assert structure.shared == {"blocks.0": "blocks.1.mlp.0.weight", "blocks.1": "blocks.0.mlp.0.weight"}
+    assert "blocks.1 is no unit of its own: it shares blocks.0.mlp.0.weight" in structure.explain()
 
 
 def test_repeated_layer() -> None:
@@ -87,9 +87,9 @@ def test_leaf_lists_are_no_stack() -> None:
 
 
 def test_large_submodules_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "LARGE_UNIT_NUMEL", 100)
-    anatomy = find_layers(CASES["gan"]())
-    assert anatomy.units == ("generator", "discriminator")
+    monkeypatch.setattr(layer_stacks, "LARGE_UNIT_NUMEL", 100)
+    structure = find_layers(CASES["gan"]())
+    assert structure.units == ("generator", "discriminator")
 
 
 def test_the_user_may_point_at_the_stack() -> None:

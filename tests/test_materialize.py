@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.materialize import Deferral, unrecorded_meta_tensors
+from lightning_parallel.techniques.deferred_init.deferral import Deferral, unrecorded_meta_tensors
 from tests.cases import GPT
 
 HOST = torch.device("cpu")
@@ -214,7 +214,7 @@ def test_half_built_modules_start_again() -> None:
 
 def test_little_more_than_one_tensor_is_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dead values are not kept: each layer is filled twice, and only the last filling is needed."""
-    from lightning_parallel import init_replay
+    from lightning_parallel.techniques.deferred_init import replay as init_replay
 
     class Model(nn.Module):
         def configure_model(self) -> None:

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_parallel import memory
-from lightning_parallel.memory import free_memory, host_memory, peak_memory, reset_peak_memory
+from lightning_parallel.ranks import memory
+from lightning_parallel.ranks.memory import free_memory, host_memory, peak_memory, reset_peak_memory
 
 CPU = torch.device("cpu")
 GIB = 2**30

@@ -21,10 +21,10 @@ from torchmetrics import CatMetric, MeanMetric
 
 from lightning_parallel import ConfigurationError, build_strategy, full_state_dict
 from lightning_parallel.callbacks import GradientNorm
-from lightning_parallel.ghosts import is_ghost
-from lightning_parallel.stages import StepCosts, balanced
+from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch, merge_outputs
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
+from lightning_parallel.techniques.pipeline.stage_plan import StepCosts, balanced
 from lightning_parallel.techniques.sharding import is_sharded
 from tests.cases import CASES, GPT, ByteGPT, Case, data_of, next_token_loss
 from tests.collectives import Collectives
@@ -508,7 +508,7 @@ def held(strategy: str, num_ranks: int, case: str) -> tuple[int, int, list[str]]
         def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
             local = {n: p.to_local() for n, p in module.named_parameters() if isinstance(p, DTensor)}
             for name, parameter in module.named_parameters():
-                if name not in local and not is_ghost(parameter):
+                if name not in local and not is_placeholder(parameter):
                     local[name] = parameter
                 elif name not in local:
                     with pytest.raises(RuntimeError):

@@ -340,7 +340,7 @@ def test_windows_of_unusual_steps(ranks: Any, name: str, strategy: str) -> None:
     assert difference(ranks(size).run(fit_found, name, strategy, size)[0], fit_found(name, "auto", 1)) < TOLERANCE
 
 
-@pytest.mark.skipif(not _torch.CAN_REDUCE_UNUSED, reason="copies are averaged in each microstep before torch 2.13")
+@pytest.mark.skipif(not _torch.fsdp.CAN_REDUCE_UNUSED, reason="copies are averaged in each microstep before torch 2.13")
 @pytest.mark.parametrize("mode", ["auto", "every"])
 def test_freezing_in_the_middle_of_a_hybrid_window_is_refused(ranks: Any, mode: str) -> None:
     with pytest.raises(RankError, match="frozen or thawed between two microsteps"):

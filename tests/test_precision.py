@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_parallel.precision import POLICIES, precision_violations
+from lightning_parallel.dtypes import POLICIES, precision_violations
 from tests import jobs
 from tests.parity import difference
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_parallel import full_state_dict
-from lightning_parallel.randomness import RandomState, own_stream
+from lightning_parallel.ranks.random_streams import RandomState, own_stream
 from tests.cases import ByteGPT, next_token_loss
 from tests.jobs import loader, trainer_for
 from tests.parity import difference

@@ -44,7 +44,7 @@ def errors_of_attention(dtype: torch.dtype, has_kernel: bool) -> dict[str, float
         expected = F.scaled_dot_product_attention(*wide, is_causal=is_causal, enable_gqa=True)
         weights = torch.randn_like(expected)
         gradients = torch.autograd.grad((expected * weights).sum(), wide)
-        with mock.patch.object(_torch, "has_flash_attention", return_value=has_kernel and value_dim == 8):
+        with mock.patch.object(_torch.attention, "has_flash_attention", return_value=has_kernel and value_dim == 8):
             sequences = Sequences(group, folds=True)
             parts = [sequences.cut(each, 2) for each in given]
             output = sequences.join(attend_in_ring(*parts, group, is_causal=is_causal), 2)
@@ -110,7 +110,7 @@ def options_after_an_error() -> bool:
     before = dict(vars(_attention._cp_options))
     states, block = torch.randn(1, 2, 4, 8), mock.Mock(side_effect=ValueError("in the middle"))
     with pytest.raises(ValueError, match="in the middle"):
-        _torch.ring_attention(block, states, states, states, dist.group.WORLD, is_causal=True)
+        _torch.attention.ring_attention(block, states, states, states, dist.group.WORLD, is_causal=True)
     return before == vars(_attention._cp_options)
 
 

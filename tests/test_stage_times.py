@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_parallel import ConfigurationError, build_strategy, full_state_dict
-from lightning_parallel.stages import StepCosts, balanced
+from lightning_parallel.techniques.pipeline.stage_plan import StepCosts, balanced
 from lightning_parallel.techniques.pipeline.timing import is_worth_moving
 from tests.cases import ByteGPT
 from tests.parity import STEPS, TOLERANCE, Outcome, Recorder, make_trainer, worst

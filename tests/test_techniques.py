@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric
 
-from lightning_parallel.footprint import Footprint
-from lightning_parallel.hidden_states import take_hidden
+from lightning_parallel.module.hidden_states import take_hidden
+from lightning_parallel.module.snapshot import Snapshot
 from lightning_parallel.strategies.module_device import set_module_device
 from lightning_parallel.techniques.clipping import clip_gradients_by_norm
 from lightning_parallel.techniques.compression import register_comm_hook
@@ -275,14 +275,14 @@ def test_hidden_states_under_two_names() -> None:
 def test_what_the_user_changed_meanwhile_stays() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     weight = module[0].weight
-    with Footprint(module) as footprint:
+    with Snapshot(module) as snapshot:
         module[0].weight = nn.Parameter(torch.ones(2, 2))
         module[0].ours = True
         handle = module[0].register_forward_hook(lambda *args: None)
     assert weight.numel() == 0
     module[0].theirs = True
     module[0].register_forward_hook(lambda *args: None)
-    footprint.restore(lambda tensor: tensor.detach().clone())
+    snapshot.restore(lambda tensor: tensor.detach().clone())
     assert module[0].weight is weight
     assert torch.equal(weight, torch.ones(2, 2))
     assert not hasattr(module[0], "ours")
@@ -295,9 +295,9 @@ def test_memory_format_comes_back() -> None:
     convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     weight = convolution.weight
     value, stride = weight.detach().clone(), weight.stride()
-    with Footprint(convolution) as footprint:
+    with Snapshot(convolution) as snapshot:
         convolution.weight = nn.Parameter(weight.detach().contiguous())
-    footprint.restore(lambda tensor: tensor.detach().contiguous())
+    snapshot.restore(lambda tensor: tensor.detach().contiguous())
     assert weight.stride() == stride
     assert torch.equal(weight, value)
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel import build_strategy, full_state_dict
-from lightning_parallel.layers import find_layers
-from lightning_parallel.tensor_plan import plan_tensor
+from lightning_parallel.module.layer_stacks import find_layers
+from lightning_parallel.techniques.tensor.plan import plan_tensor
 from tests.cases import CASES, VOCABULARY, ByteGPT, Case
 from tests.collectives import Collectives
 from tests.parity import TOLERANCE, is_moving, make_trainer, worst

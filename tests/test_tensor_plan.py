@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_parallel.layer_trace import LayerTrace, trace_layer
-from lightning_parallel.layers import find_layers
-from lightning_parallel.tensor_plan import TensorPlan, plan_tensor
+from lightning_parallel.module.layer_stacks import find_layers
+from lightning_parallel.techniques.tensor.plan import TensorPlan, plan_tensor
+from lightning_parallel.techniques.tensor.trace import LayerTrace, trace_layer
 from tests.cases import Attention, Block, LoRA
 from tests.test_tensor import MODULES, HardBlock
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
-from lightning_parallel.checkpoint.whole import full_state_dict as whole_model
-from lightning_parallel.checkpoint.whole import whole
+from lightning_parallel.checkpoint.full_state import full_state_dict as whole_model
+from lightning_parallel.checkpoint.full_state import whole
 from lightning_parallel.errors import check
 from lightning_parallel.techniques.sharding import reshard_units
 

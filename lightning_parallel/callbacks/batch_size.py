@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_parallel.callbacks.size_search import largest_fitting
 from lightning_parallel.callbacks.trials import TrainingState, drop_loader, isolated, run_steps
 from lightning_parallel.errors import check
-from lightning_parallel.memory import free_memory, host_memory, peak_memory, reset_peak_memory
+from lightning_parallel.ranks.memory import free_memory, host_memory, peak_memory, reset_peak_memory
 from lightning_parallel.techniques.sharding import abandon_step
 
 if TYPE_CHECKING:

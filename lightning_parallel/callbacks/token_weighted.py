@@ -183,7 +183,7 @@ class LossObserver(TorchFunctionMode):
         super().__init__()
         self.counts: list[Tensor | None] = []
 
-    @_torch.part_of_graphs_only
+    @_torch.modes.part_of_graphs_only
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (F.cross_entropy, F.nll_loss):

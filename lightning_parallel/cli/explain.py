@@ -10,19 +10,19 @@ import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_parallel.layer_trace import is_transposed, linear_maps
-from lightning_parallel.layers import Anatomy, Stack, find_layers
+from lightning_parallel.module.layer_stacks import ModuleStructure, Stack, find_layers
 from lightning_parallel.strategies.mesh import MeshStrategy
 from lightning_parallel.techniques.pipeline.cut import cut_violations
 from lightning_parallel.techniques.pipeline.placement import Placement, plan_stages, positions_by_registration
 from lightning_parallel.techniques.pipeline.schedules import pipeline_violations
-from lightning_parallel.tensor_plan import TensorPlan, plan_tensor
+from lightning_parallel.techniques.tensor.plan import TensorPlan, plan_tensor
+from lightning_parallel.techniques.tensor.trace import is_transposed, linear_maps
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_parallel.degrees import Degrees
     from lightning_parallel.policies import Policies
+    from lightning_parallel.ranks.degrees import Degrees
 
 
 def explain(trainer: Trainer, module: LightningModule) -> str:
@@ -41,17 +41,17 @@ def explain(trainer: Trainer, module: LightningModule) -> str:
     module = _built(strategy, module)
     name = type(module).__name__
     if not isinstance(strategy, MeshStrategy):
-        anatomy = find_layers(module)
+        structure = find_layers(module)
         whole = f"{type(strategy).__name__} on {trainer.world_size} ranks: it has no degrees, and splits no layer"
-        return "\n".join([f"{name}: {anatomy.explain()}", "", whole])
+        return "\n".join([f"{name}: {structure.explain()}", "", whole])
     policies, degrees = strategy._policies(module), strategy.degrees
-    anatomy = find_layers(module, policies.layer.layers)
+    structure = find_layers(module, policies.layer.layers)
     parts = [
-        f"{name}: {anatomy.explain()}",
+        f"{name}: {structure.explain()}",
         _degrees(degrees),
-        *_pipeline(module, anatomy, policies, degrees),
-        *_tensor(module, anatomy, policies, degrees),
-        *_context(anatomy, policies, degrees),
+        *_pipeline(module, structure, policies, degrees),
+        *_tensor(module, structure, policies, degrees),
+        *_context(structure, policies, degrees),
     ]
     return "\n\n".join(parts)
 
@@ -79,17 +79,17 @@ def _degrees(degrees: Degrees) -> str:
     return f"{total} ranks = {product}; {readers}"
 
 
-def _pipeline(module: nn.Module, anatomy: Anatomy, policies: Policies, degrees: Degrees) -> list[str]:
+def _pipeline(module: nn.Module, structure: ModuleStructure, policies: Policies, degrees: Degrees) -> list[str]:
     """The stages, as far as the order of registration tells; a traced step may move what is outside of the stack."""
     size = int(degrees.pipeline)
     if size == 1:
         return []
     policy = policies.pipeline
-    if violations := [*pipeline_violations(policy, size), *cut_violations(module, anatomy, policy, size)]:
+    if violations := [*pipeline_violations(policy, size), *cut_violations(module, structure, policy, size)]:
         return ["\n".join([f"pipeline={size} is refused", *(f"  {violation}" for violation in violations)])]
-    (stack,) = anatomy.stacks
-    positions = positions_by_registration(module, anatomy)
-    plan = plan_stages(module, anatomy, Placement(positions), policy, size)
+    (stack,) = structure.stacks
+    positions = positions_by_registration(module, structure)
+    plan = plan_stages(module, structure, Placement(positions), policy, size)
     lines = [f"pipeline over {size} ranks, schedule {policy.schedule}, microbatches {policy.microbatches}"]
     for stage in range(plan.num_stages):
         layers = plan.layers_of(stage)
@@ -104,27 +104,27 @@ def _pipeline(module: nn.Module, anatomy: Anatomy, policies: Policies, degrees: 
     return ["\n".join(lines)]
 
 
-def _context(anatomy: Anatomy, policies: Policies, degrees: Degrees) -> list[str]:
+def _context(structure: ModuleStructure, policies: Policies, degrees: Degrees) -> list[str]:
     size = int(degrees.context)
     if size == 1:
         return []
-    stacks = ", ".join(stack.path for stack in anatomy.stacks) or "no stack, so it is refused"
+    stacks = ", ".join(stack.path for stack in structure.stacks) or "no stack, so it is refused"
     if policies.context_attention == "ring":
         sent = f"keys and values {size - 1} times forward, {size - 1} times and gradients {size} times backward"
         return [f"sequences split over {size} ranks in {stacks}: an attention sends {sent}"]
     return [f"sequences split over {size} ranks in {stacks}: an attention is four all-to-alls forward, four backward"]
 
 
-def _tensor(module: nn.Module, anatomy: Anatomy, policies: Policies, degrees: Degrees) -> list[str]:
+def _tensor(module: nn.Module, structure: ModuleStructure, policies: Policies, degrees: Degrees) -> list[str]:
     size = degrees.tensor
     if size == 1:
         return ["tensor=1: no linear map is split"]
-    plan = plan_tensor(module, anatomy, policies.tensor_plan, degree=size)
+    plan = plan_tensor(module, structure, policies.tensor_plan, degree=size)
     if plan.violations:
         return ["\n".join([f"tensor={size} is refused", *(f"  {violation}" for violation in plan.violations)])]
     placements = [f"tensor parallel over {size} ranks, by {plan.source}"]
     collectives = ["collectives of a layer among the ranks that share it, counted by its branches"]
-    for stack in anatomy.stacks:
+    for stack in structure.stacks:
         placements += _placements(module, stack, plan, int(size))
         collectives += _collectives(module, stack, plan, sequence=policies.sequence)
     placements += [_table(path, module.get_submodule(path), int(size)) for path in plan.tables]

@@ -13,22 +13,22 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_parallel.checkpoint.whole import whole
+from lightning_parallel.checkpoint.full_state import whole
+from lightning_parallel.compatibility import stack_violations
 from lightning_parallel.errors import check
-from lightning_parallel.fitting import stack_violations
-from lightning_parallel.footprint import Footprint
-from lightning_parallel.layers import find_layers, layers_violations
+from lightning_parallel.module.layer_stacks import find_layers, layers_violations
+from lightning_parallel.module.snapshot import Snapshot
 from lightning_parallel.parallelize import transform_layers
 from lightning_parallel.policies import LayerPolicies, Policies
-from lightning_parallel.strategies.admission import (
+from lightning_parallel.strategies.process_group import is_started_externally
+from lightning_parallel.strategies.refusals import (
     layer_policy_violations,
     module_violations,
     sharded_elsewhere_violations,
     without_unmovable_module,
 )
-from lightning_parallel.strategies.process_group import is_started_externally
 from lightning_parallel.techniques.data_parallel import ReplicatedSteps
-from lightning_parallel.techniques.materialize import Deferral
+from lightning_parallel.techniques.deferred_init.deferral import Deferral
 from lightning_parallel.techniques.offload import OffloadedState, replicated_offload_violations
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class DataParallelStrategy(ParallelStrategy):
         self._layer_policies = LayerPolicies(layers=layers, float8=float8, recompute=recompute, compile=compile)
         self._offload = offload
         self._offloaded: list[OffloadedState] = []
-        self._layers_before: Footprint | None = None
+        self._layers_before: Snapshot | None = None
         self.num_nodes = 1
         self._steps: ReplicatedSteps | None = None
         self._deferral = Deferral(to_meta=False, tell=rank_zero_info)
@@ -159,8 +159,8 @@ class DataParallelStrategy(ParallelStrategy):
         self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         check(stack_violations(self.lightning_module, Policies(layer=self._layer_policies)))
-        anatomy = find_layers(self.lightning_module, self._layer_policies.layers)
-        self._layers_before = transform_layers(self.lightning_module, anatomy, self._layer_policies)
+        structure = find_layers(self.lightning_module, self._layer_policies.layers)
+        self._layers_before = transform_layers(self.lightning_module, structure, self._layer_policies)
         if len(self.replica_devices) > 1:
             self._steps = ReplicatedSteps(self.lightning_module, [device.index for device in self.replica_devices])
         is_fitting = trainer.state.fn == TrainerFn.FITTING

@@ -18,16 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.checkpoint.whole import whole
+from lightning_parallel.checkpoint.full_state import whole
+from lightning_parallel.compatibility import stack_violations
 from lightning_parallel.errors import check
-from lightning_parallel.fitting import stack_violations
-from lightning_parallel.footprint import Footprint
-from lightning_parallel.layers import find_layers, layers_violations
+from lightning_parallel.module.layer_stacks import find_layers, layers_violations
+from lightning_parallel.module.snapshot import Snapshot
 from lightning_parallel.parallelize import transform_layers
 from lightning_parallel.policies import LayerPolicies, Policies
-from lightning_parallel.strategies.admission import layer_policy_violations, sharded_elsewhere_violations
 from lightning_parallel.strategies.optimizers import adopt_optimizers
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
+from lightning_parallel.strategies.refusals import layer_policy_violations, sharded_elsewhere_violations
 from lightning_parallel.techniques.accumulation import accumulation_violations
 from lightning_parallel.techniques.compression import comm_hook_violations, register_comm_hook
 from lightning_parallel.techniques.offload import OffloadedState, replicated_offload_violations
@@ -88,7 +88,7 @@ class DDPStrategy(ProcessGroupStrategy):
         self._comm_hook = comm_hook
         self._powersgd_rank = powersgd_rank
         self._layer_policies = LayerPolicies(layers=layers, float8=float8, recompute=recompute, compile=compile)
-        self._layers_before: Footprint | None = None
+        self._layers_before: Snapshot | None = None
         self._offload = offload
         self._offloaded: list[OffloadedState] = []
         self._accumulation_sync = accumulation_sync
@@ -131,8 +131,8 @@ class DDPStrategy(ProcessGroupStrategy):
         check(
             stack_violations(module, Policies(layer=self._layer_policies))
         )  # one made in configure_model is only known now
-        anatomy = find_layers(module, self._layer_policies.layers)
-        self._layers_before = transform_layers(module, anatomy, self._layer_policies)
+        structure = find_layers(module, self._layer_policies.layers)
+        self._layers_before = transform_layers(module, structure, self._layer_policies)
         if is_fitting:
             self.model = self._wrap(module)
             self.setup_optimizers(trainer)

@@ -17,13 +17,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_parallel import _torch
-from lightning_parallel.checkpoint.whole import make_optimizer_whole
-from lightning_parallel.degrees import Degrees, reshard_violations
+from lightning_parallel.checkpoint.full_state import make_optimizer_whole
+from lightning_parallel.compatibility import stack_violations
+from lightning_parallel.dtypes import POLICIES, DtypePolicy, precision_violations
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.exchange import stacked
-from lightning_parallel.fitting import stack_violations
-from lightning_parallel.layers import layers_violations
-from lightning_parallel.mesh import Mesh, build_mesh
+from lightning_parallel.module.layer_stacks import layers_violations
 from lightning_parallel.parallelize import (
     Parallelized,
     left_over_violations,
@@ -31,10 +29,22 @@ from lightning_parallel.parallelize import (
     parallelized,
 )
 from lightning_parallel.policies import LayerPolicies, Policies
-from lightning_parallel.precision import POLICIES, DtypePolicy, precision_violations
-from lightning_parallel.stages import unmark
+from lightning_parallel.ranks.collectives import stacked
+from lightning_parallel.ranks.degrees import Degrees, reshard_violations
+from lightning_parallel.ranks.mesh import Mesh, build_mesh
+from lightning_parallel.ranks.stage_owners import untag_owners
 from lightning_parallel.steps import StepPolicies
-from lightning_parallel.strategies.admission import (
+from lightning_parallel.strategies.evaluation import leave_inference_mode
+from lightning_parallel.strategies.module_device import set_module_device
+from lightning_parallel.strategies.optimizers import adopt_optimizers
+from lightning_parallel.strategies.pipeline_refusals import (
+    hooked_layers_violations,
+    pipelined_module_violations,
+    pipelining_violations,
+)
+from lightning_parallel.strategies.pipelined_strategy import PipelinedStrategy, overridden_steps
+from lightning_parallel.strategies.precision import sharded_precision
+from lightning_parallel.strategies.refusals import (
     context_violations,
     forward_method_violations,
     idle_violations,
@@ -45,16 +55,6 @@ from lightning_parallel.strategies.admission import (
     tensor_violations,
     unshardable_violations,
 )
-from lightning_parallel.strategies.evaluation import leave_inference_mode
-from lightning_parallel.strategies.module_device import set_module_device
-from lightning_parallel.strategies.optimizers import adopt_optimizers
-from lightning_parallel.strategies.pipelined_strategy import PipelinedStrategy, overridden_steps
-from lightning_parallel.strategies.pipelining_admission import (
-    hooked_layers_violations,
-    pipelined_module_violations,
-    pipelining_violations,
-)
-from lightning_parallel.strategies.precision import sharded_precision
 from lightning_parallel.techniques.accumulation import accumulation_violations
 from lightning_parallel.techniques.offload import offload_violations
 from lightning_parallel.techniques.pipeline.placement import Placement
@@ -308,7 +308,7 @@ class MeshStrategy(PipelinedStrategy):
         self.refuse(left_over_violations(module, self._policies(module), self.degrees))
         left = parallelized(module)
         self._parallelized = left or self._parallelize(module)
-        self._while_set_up.enter_context(_torch.data_of_shards_set())
+        self._while_set_up.enter_context(_torch.fsdp.data_of_shards_set())
         set_module_device(module, self.root_device)
         self._steps = self._make_steps(module, self._parallelized)
         self._inference_modes = leave_inference_mode(trainer)
@@ -395,4 +395,4 @@ class MeshStrategy(PipelinedStrategy):
             self._layer_sync.revert(module)
         for optimizer in self._training_optimizers:
             make_optimizer_whole(optimizer, own)
-        unmark(module)  # states were gathered by these notes; the next fit makes its own
+        untag_owners(module)  # states were gathered by these notes; the next fit makes its own

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
 
-from lightning_parallel.checkpoint.whole import make_optimizer_sharded
+from lightning_parallel.checkpoint.full_state import make_optimizer_sharded
 from lightning_parallel.errors import check
-from lightning_parallel.ghosts import is_ghost
+from lightning_parallel.module.placeholders import is_placeholder
 
 _UNSHARDABLE: dict[type[Optimizer], str] = {
     LBFGS: "LBFGS keeps one history of all parameters together, which cannot be sharded; use ddp_custom",
@@ -60,7 +60,7 @@ def _strangers(optimizers: Sequence[Optimizer], module: nn.Module) -> list[str]:
 def _separate_mixed_groups(optimizer: Optimizer) -> None:
     """Torch's fused and foreach steps take no parameters of several meshes, or of none: step one by one there."""
     for group in optimizer.param_groups:
-        kinds = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"] if not is_ghost(p)}
+        kinds = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"] if not is_placeholder(p)}
         given = [name for name in ("foreach", "fused") if group.get(name)]
         if len(kinds) > 1 and given:
             group.update(dict.fromkeys(given, False))

@@ -10,13 +10,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_parallel.parallelize import Parallelized
-from lightning_parallel.stages import StepCosts
 from lightning_parallel.steps import PipelinedSteps, StepPolicies, Steps
 from lightning_parallel.strategies.optimizers import adopt_optimizers
-from lightning_parallel.strategies.pipelining import PipelinedModule, loss_scale
-from lightning_parallel.strategies.pipelining_admission import misplaced_violations
+from lightning_parallel.strategies.pipeline_refusals import misplaced_violations
+from lightning_parallel.strategies.pipelined_module import PipelinedModule, loss_scale
 from lightning_parallel.strategies.stepping import SteppingStrategy
 from lightning_parallel.techniques.pipeline.placement import Placement
+from lightning_parallel.techniques.pipeline.stage_plan import StepCosts
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

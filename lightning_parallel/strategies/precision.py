@@ -43,7 +43,7 @@ class ShardedMixedPrecision(_ClipsShards, MixedPrecision):
     ) -> Any:
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        with _torch.unscaling_shards(self.scaler):
+        with _torch.fsdp.unscaling_shards(self.scaler):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
 
 

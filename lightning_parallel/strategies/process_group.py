@@ -26,17 +26,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.checkpoint.whole import (
+from lightning_parallel.checkpoint.full_state import (
     load_whole_optimizer_state,
     load_whole_state_dict,
     whole_optimizer_state,
     whole_state_dict,
 )
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.strategies.admission import device_violations, module_violations, without_unmovable_module
+from lightning_parallel.strategies.refusals import device_violations, module_violations, without_unmovable_module
 from lightning_parallel.strategies.sampling import SampleDealer
 from lightning_parallel.strategies.streams import RandomStreams
-from lightning_parallel.techniques.materialize import Deferral
+from lightning_parallel.techniques.deferred_init.deferral import Deferral
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

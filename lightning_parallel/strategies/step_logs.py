@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.ghosts import Ghost, ghosts_in
+from lightning_parallel.module.placeholders import Placeholder, placeholders_in
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -67,9 +67,9 @@ class StepLogs:
             if own is not None:
                 self._module.__dict__["log"] = own
 
-    def ghosts(self) -> list[Ghost]:
+    def placeholders(self) -> list[Placeholder]:
         """What was logged that only another stage computes."""
-        return ghosts_in([call.value for call in self._calls])
+        return placeholders_in([call.value for call in self._calls])
 
     def collected(self) -> list[_Call]:
         """The calls that a step on the whole batch would have made."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_parallel.randomness import RandomState, own_stream
+from lightning_parallel.ranks.random_streams import RandomState, own_stream
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

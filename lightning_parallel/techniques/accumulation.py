@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.memory import headroom, reset_peak_memory
+from lightning_parallel.ranks.memory import headroom, reset_peak_memory
 
 MODES = ("auto", "every", "last")
 _SHARE_OF_HEADROOM = 0.8
@@ -97,7 +97,7 @@ class GradientReduction:
     def held(self) -> Iterator[None]:
         """Backward in here is not the last of its window."""
         self._measure()
-        self._set(reduce=self._mode != "last", all_reduce=not _torch.CAN_REDUCE_UNUSED)
+        self._set(reduce=self._mode != "last", all_reduce=not _torch.fsdp.CAN_REDUCE_UNUSED)
         self._has_held_before = self._has_held
         self.is_held = self._has_held = True
         try:
@@ -105,7 +105,7 @@ class GradientReduction:
         finally:
             self.is_held = False
             for unit in self._units if self._mode == "last" else ():
-                _torch.even_out_held_gradients(unit)
+                _torch.fsdp.even_out_held_gradients(unit)
             self._set(reduce=True, all_reduce=True)
 
     def before_backward(self) -> None:
@@ -114,7 +114,7 @@ class GradientReduction:
         Raises:
             ConfigurationError: If gradients of the window wait for copies to be averaged, and others train now.
         """
-        waits = self._is_hybrid and _torch.CAN_REDUCE_UNUSED
+        waits = self._is_hybrid and _torch.fsdp.CAN_REDUCE_UNUSED
         if not waits or self._is_manual or self._mode == "last":
             return
         trainable = [parameter.requires_grad for parameter in self._parameters]
@@ -141,7 +141,7 @@ class GradientReduction:
         """Forget gradients of `parameters` that wait: those of a window that was broken off."""
         if self._has_held:
             for unit in self._units:
-                _torch.drop_held_gradients(unit, parameters)
+                _torch.fsdp.drop_held_gradients(unit, parameters)
 
     def reduce_missed(self) -> None:
         """Reduce what a backward has left though nothing in its window held it back. A collective.
@@ -155,23 +155,23 @@ class GradientReduction:
     def hold_microbatches(self) -> None:
         """All backwards until `reduce_microbatches` are parts of one: none of them reduces."""
         for unit in self._units:
-            unit.set_requires_gradient_sync(not _torch.can_hold_gradients(unit), recurse=False)
+            unit.set_requires_gradient_sync(not _torch.fsdp.can_hold_gradients(unit), recurse=False)
 
     def reduce_microbatches(self) -> None:
         """Reduce what the microbatches of a step left, unless this microstep is one that holds. A collective then."""
         for unit in self._units:
-            _torch.even_out_held_gradients(unit)
+            _torch.fsdp.even_out_held_gradients(unit)
             unit.set_requires_gradient_sync(True, recurse=False)
         if self._units and not self.holds_shards:
             self._reduce_held()
 
     def _reduce_held(self) -> None:
         # Ranks may differ in what they used, but all of them take part in reducing what one of them holds.
-        holding = torch.tensor([_torch.holds_gradients(unit) for unit in self._units], dtype=torch.uint8)
-        dist.all_reduce(holding, op=dist.ReduceOp.MAX, group=self._group)
-        for unit, is_holding in zip(self._units, holding.tolist(), strict=True):
+        owners = torch.tensor([_torch.fsdp.holds_gradients(unit) for unit in self._units], dtype=torch.uint8)
+        dist.all_reduce(owners, op=dist.ReduceOp.MAX, group=self._group)
+        for unit, is_holding in zip(self._units, owners.tolist(), strict=True):
             if is_holding:
-                _torch.reduce_held_gradients(unit)
+                _torch.fsdp.reduce_held_gradients(unit)
 
     def after_update(self) -> None:
         """The window has ended. With ``"auto"``, decide by what the first one took. A collective then."""
@@ -180,7 +180,7 @@ class GradientReduction:
 
     def _set(self, *, reduce: bool, all_reduce: bool) -> None:
         for unit in self._units:
-            unit.set_requires_gradient_sync(reduce or not _torch.can_hold_gradients(unit), recurse=False)
+            unit.set_requires_gradient_sync(reduce or not _torch.fsdp.can_hold_gradients(unit), recurse=False)
             if reduce:
                 unit.set_requires_all_reduce(all_reduce, recurse=False)
 
@@ -190,7 +190,7 @@ class GradientReduction:
             reset_peak_memory(self._device)
 
     def _decide(self) -> None:
-        needed = sum(_torch.whole_gradient_bytes(unit) for unit in self._units)
+        needed = sum(_torch.fsdp.whole_gradient_bytes(unit) for unit in self._units)
         free = headroom(self._device) // self._ranks_on_device
         # The rank with the least room decides for all: they reduce together.
         room = torch.tensor([free], dtype=torch.int64)

@@ -39,7 +39,7 @@ def _casting(cls: type[Any], dtype: torch.dtype) -> type[nn.Module]:
         with _cast_buffers(self, dtype):
             return cls.forward(self, *args, **kwargs)
 
-    return _torch.subclass_like(cls, forward)
+    return _torch.modules.subclass_like(cls, forward)
 
 
 @contextlib.contextmanager

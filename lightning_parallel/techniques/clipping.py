@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.stages import Holding, holding_of
+from lightning_parallel.ranks.stage_owners import StageOwners, stage_owners_of
 
 _Axes = tuple[DeviceMesh | None, tuple[int, ...]]
 
@@ -42,8 +42,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) ->
     if powers:
         stacked = torch.stack([power.to(powers[0].device) for power in powers])
         total = stacked.max() if is_max else stacked.sum()
-    if holding := next((h for h in map(holding_of, parameters) if h is not None), None):
-        total = _over_stages(total, holding, is_max=is_max)
+    if owners := next((h for h in map(stage_owners_of, parameters) if h is not None), None):
+        total = _over_stages(total, owners, is_max=is_max)
     return total if is_max else total.pow(1.0 / norm_type)
 
 
@@ -97,14 +97,14 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
 def _gradients(parameters: Iterable[nn.Parameter], *, counted_here: bool = False) -> list[Tensor]:
     chosen = dict.fromkeys(parameters)
     if counted_here:  # two stages hold weights that are tied across them, and one counts them
-        chosen = {p: None for p in chosen if (holding := holding_of(p)) is None or holding.counts_here}
+        chosen = {p: None for p in chosen if (owners := stage_owners_of(p)) is None or owners.counts_here}
     return [parameter.grad for parameter in chosen if parameter.grad is not None]
 
 
-def _over_stages(total: Tensor, holding: Holding, *, is_max: bool) -> Tensor:
+def _over_stages(total: Tensor, owners: StageOwners, *, is_max: bool) -> Tensor:
     """The sum (or maximum) over the stages of a pipeline. A collective."""
     on_host = total.double().cpu()
-    dist.all_reduce(on_host, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=holding.host_group)
+    dist.all_reduce(on_host, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=owners.host_group)
     return on_host.to(total.device, total.dtype)
 
 

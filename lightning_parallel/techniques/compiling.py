@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_parallel import _torch
-from lightning_parallel.caches import without_fresh_cache
+from lightning_parallel.module.kv_cache import without_fresh_cache
 
 CHOICES = ("none", "layers")
 
@@ -43,7 +43,7 @@ def _compiled(cls: type[Any], budget: float, backend: Any) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args = tuple(without_fresh_cache(self, args))
         kwargs = dict(zip(kwargs, without_fresh_cache(self, kwargs.values()), strict=True))
-        with _torch.activation_budget(budget):
+        with _torch.modes.activation_budget(budget):
             return compiled(self, *args, **kwargs)
 
-    return _torch.subclass_like(cls, forward)
+    return _torch.modules.subclass_like(cls, forward)

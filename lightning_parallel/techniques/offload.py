@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
-from lightning_parallel.updates import register_update_hooks
+from lightning_parallel.module.optimizer_hooks import register_update_hooks
 
 OFFLOADS = ("none", "optimizer", "all")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_parallel import _torch
-from lightning_parallel.updates import register_update_hooks
+from lightning_parallel.module.optimizer_hooks import register_update_hooks
 
 
 def optimizer_violations(optimizer: Optimizer) -> list[str]:
@@ -109,7 +109,7 @@ class ShardedOptimizer:
             parameter.grad = gradient
         self._hidden = []
         for rank, owned in enumerate(self._owned):
-            _torch.broadcast_tensors([parameter.detach() for parameter in owned], source=rank)
+            _torch.groups.broadcast_tensors([parameter.detach() for parameter in owned], source=rank)
 
 
 def _to_host(entries: Mapping[str, Any]) -> dict[str, Any]:

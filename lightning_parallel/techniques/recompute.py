@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_parallel import _torch
-from lightning_parallel.caches import is_cache, without_fresh_cache
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.module.kv_cache import is_cache, without_fresh_cache
 
 CHOICES = "'none', 'full', 'every:2' (every second layer), 'selective', 'budget:0.5' (half of what backward keeps)"
 
@@ -118,7 +118,7 @@ def _recomputing(cls: type[Any], run: Callable[..., Any]) -> type[nn.Module]:
         buffers.close()
         return result
 
-    return _torch.subclass_like(cls, forward)
+    return _torch.modules.subclass_like(cls, forward)
 
 
 def _without_cache(layer: nn.Module, values: Iterable[Any]) -> list[Any]:
@@ -207,11 +207,11 @@ def _keep_attention_and_half_the_products() -> Any:
     products = {False: 0, True: 0}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operation in _torch.MATRIX_PRODUCTS:
+        if operation in _torch.tensors.MATRIX_PRODUCTS:
             products[context.is_recompute] += 1
             is_kept = products[context.is_recompute] % 2 == 1
         else:
-            is_kept = operation in _torch.ATTENTIONS
+            is_kept = operation in _torch.tensors.ATTENTIONS
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

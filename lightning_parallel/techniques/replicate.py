@@ -33,7 +33,7 @@ def synchronize_module(module: nn.Module, device: torch.device) -> None:
     tensors = [t.detach() for t in chain(module.parameters(), module.buffers()) if not t.is_meta]
     for bucket in _buckets(tensors):
         travelling = [tensor.to(device) for tensor in bucket]
-        _torch.broadcast_tensors(travelling, source=0)
+        _torch.groups.broadcast_tensors(travelling, source=0)
         for tensor, value in zip(bucket, travelling, strict=True):
             if value is not tensor:
                 tensor.copy_(value)
@@ -49,7 +49,7 @@ def synchronize_buffers(module: nn.Module, group: ProcessGroup | None = None) ->
     """
     if _is_parallel():
         buffers = [buffer for buffer in module.buffers() if not buffer.is_meta]
-        _torch.broadcast_tensors(buffers, source=0, group=group)
+        _torch.groups.broadcast_tensors(buffers, source=0, group=group)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_parallel import _torch
-from lightning_parallel.ghosts import is_ghost
+from lightning_parallel.module.placeholders import is_placeholder
 
 ROOT = ""
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "transformers", "torchvision", "torchmetrics")
@@ -41,7 +41,7 @@ def plan_sharding(module: nn.Module, units: Sequence[str], *, root_is_unit: bool
 
     Args:
         module: The whole module.
-        units: Paths of submodules that can be sharded by themselves (`Anatomy.units`).
+        units: Paths of submodules that can be sharded by themselves (`ModuleStructure.units`).
         root_is_unit: Whether what no unit holds is sharded with the module itself. Not under manual optimization:
             there backward runs inside the forward of the module, and a unit cannot reduce gradients before its
             forward has ended. The outermost submodules with a forward are units then.
@@ -58,13 +58,13 @@ def plan_sharding(module: nn.Module, units: Sequence[str], *, root_is_unit: bool
         whole |= dict.fromkeys(
             _uncast_parameters(module), "BatchNorm or a parametrization, which compute in their own dtype"
         )
-    present = {name for name, p in module.named_parameters(remove_duplicate=False) if not is_ghost(p)}
+    present = {name for name, p in module.named_parameters(remove_duplicate=False) if not is_placeholder(p)}
     return ShardingPlan(tuple(paths), {name: reason for name, reason in whole.items() if name in present})
 
 
 def keep_whole(module: nn.Module) -> ShardingPlan:
     """The plan of a rank that has nobody to share with: without units, nothing is copied in order to be gathered."""
-    names = (name for name, p in module.named_parameters(remove_duplicate=False) if not is_ghost(p))
+    names = (name for name, p in module.named_parameters(remove_duplicate=False) if not is_placeholder(p))
     return ShardingPlan((), dict.fromkeys(names, "no other rank shares it"))
 
 
@@ -95,7 +95,7 @@ def apply_sharding(
     for tensor in (*whole, *module.buffers()):
         if not tensor.is_meta:  # else it is made on the device
             tensor.data = tensor.data.to(device)
-    elsewhere = {parameter for parameter in module.parameters() if is_ghost(parameter)}
+    elsewhere = {parameter for parameter in module.parameters() if is_placeholder(parameter)}
     for path in plan.units:
         unit = module.get_submodule(path)
         for parameter in unit.parameters():
@@ -123,9 +123,9 @@ def finish_sharding(module: nn.Module, plan: ShardingPlan) -> None:
     for path in plan.units:
         unit = module.get_submodule(path)
         if _is_outermost(path, plan):
-            _torch.initialize_sharding(unit)
+            _torch.fsdp.initialize_sharding(unit)
         if path == ROOT:
-            _torch.drop_forward_hooks(unit)
+            _torch.fsdp.drop_forward_hooks(unit)
 
 
 def gather_in_steps(module: nn.Module, plan: ShardingPlan, step_methods: Sequence[str]) -> None:
@@ -139,13 +139,13 @@ def gather_in_steps(module: nn.Module, plan: ShardingPlan, step_methods: Sequenc
     for path in plan.units:
         unit = module.get_submodule(path)
         for method in ("forward", *step_methods) if path == ROOT else _own_methods(unit):
-            _torch.gather_around(unit, method, unit)
+            _torch.fsdp.gather_around(unit, method, unit)
 
 
 def gather_while_running(holder: object, method: str, module: nn.Module) -> None:
     """Gather what `module` itself is the unit of while ``holder.method`` runs."""
     if isinstance(module, FSDPModule):
-        _torch.gather_around(holder, method, module)
+        _torch.fsdp.gather_around(holder, method, module)
 
 
 def gather_in_method(module: nn.Module, plan: ShardingPlan, method: str) -> None:
@@ -153,7 +153,7 @@ def gather_in_method(module: nn.Module, plan: ShardingPlan, method: str) -> None
     path, _, name = method.rpartition(".")
     owner = _owner(f"{path}." if path else "x", plan.units)
     if owner is not None:
-        _torch.gather_around(module.get_submodule(path), name, module.get_submodule(owner))
+        _torch.fsdp.gather_around(module.get_submodule(path), name, module.get_submodule(owner))
 
 
 def reshard_units(module: nn.Module) -> None:
@@ -166,7 +166,7 @@ def reshard_units(module: nn.Module) -> None:
 def abandon_step(module: nn.Module) -> None:
     """Bring all units back to their shards after an error in the middle of a step. No collective."""
     for submodule in module.modules():
-        _torch.abandon_step(submodule)
+        _torch.fsdp.abandon_step(submodule)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -179,7 +179,9 @@ def unreduced_parameters(module: nn.Module, plan: ShardingPlan, mesh: DeviceMesh
     return [
         name
         for name, parameter in module.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad and name not in plan.whole and not (is_ghost(parameter) or _is_on(parameter, mesh))
+        if parameter.requires_grad
+        and name not in plan.whole
+        and not (is_placeholder(parameter) or _is_on(parameter, mesh))
     ]
 
 

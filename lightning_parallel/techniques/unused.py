@@ -30,7 +30,7 @@ class UnusedParameters:
     """
 
     def __init__(self, units: Sequence[nn.Module], group: ProcessGroup) -> None:
-        self._units = [unit for unit in units if _torch.reduce_unused_parameters(unit)]
+        self._units = [unit for unit in units if _torch.fsdp.reduce_unused_parameters(unit)]
         self._group = group
         self._watched: list[Tensor] = []
         self._known: set[Tensor] = set()
@@ -40,7 +40,7 @@ class UnusedParameters:
     def watch(self) -> None:
         """Watch the parameters that have been gathered by now; call it between forward and backward."""
         for unit in self._units:
-            for sharded, gathered in _torch.gathered_parameters(unit):
+            for sharded, gathered in _torch.fsdp.gathered_parameters(unit):
                 if sharded not in self._known and gathered.requires_grad:
                     self._known.add(sharded)
                     self._watched.append(sharded)

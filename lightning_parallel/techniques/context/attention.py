@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_parallel import _torch
 from lightning_parallel.techniques.context import ring, ulysses
+from lightning_parallel.techniques.context.cut_rules import CutRule, PartOfTables, is_count_of_part, positions_of_part
 from lightning_parallel.techniques.context.sequences import Sequences
-from lightning_parallel.techniques.context.ways import PartOfTables, Way, is_count_of_part, positions_of_part
 
 ATTENTIONS: dict[str, Callable[..., Tensor]] = {"ulysses": ulysses.attend, "ring": ring.attend}
 """Name -> `scaled_dot_product_attention` of parts, with the sequences before its arguments."""
@@ -30,22 +30,22 @@ class SplitAttention(TorchFunctionMode):
     Args:
         name: How the ranks share it, of :data:`ATTENTIONS`.
         sequences: Of which layers hold parts.
-        way: What else follows the part.
-        tables: The layer's buffers, where `way` says that they do.
+        rule: What else follows the part.
+        tables: The layer's buffers, where `rule` says that they do.
     """
 
-    def __init__(self, name: str, sequences: Sequences, *, way: Way, tables: PartOfTables) -> None:
+    def __init__(self, name: str, sequences: Sequences, *, rule: CutRule, tables: PartOfTables) -> None:
         super().__init__()
         self._attend = ATTENTIONS[name]
         self._sequences = sequences
-        self.way = way
+        self.rule = rule
         self._tables = tables
         self.calls = 0
         self.counted = 0
         self._depth = 0
 
     def __enter__(self) -> Self:
-        if self.way.buffers and not self._depth:
+        if self.rule.buffers and not self._depth:
             self._tables.enter()
         self._depth += 1
         super().__enter__()
@@ -54,7 +54,7 @@ class SplitAttention(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._depth -= 1
-        if self.way.buffers and not self._depth:
+        if self.rule.buffers and not self._depth:
             self._tables.leave()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,19 +69,19 @@ class SplitAttention(TorchFunctionMode):
 
         return entering
 
-    @_torch.part_of_graphs_only
+    @_torch.modes.part_of_graphs_only
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _attention:
             return self._shared(*args, **(kwargs or {}))
         if func is functional.multi_head_attention_forward:
-            with _torch.attention_replaced(self._shared):
+            with _torch.attention.attention_replaced(self._shared):
                 return func(*args, **(kwargs or {}))
-        if self.way.counts and func is torch.arange and is_count_of_part(self._sequences, args, kwargs or {}):
+        if self.rule.counts and func is torch.arange and is_count_of_part(self._sequences, args, kwargs or {}):
             self.counted += 1
             return positions_of_part(self._sequences, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    @_torch.not_compiled  # between exchanges there is one kernel; queries, keys and values differ in strides
+    @_torch.modes.not_compiled  # between exchanges there is one kernel; queries, keys and values differ in strides
     def _shared(self, *args: Any, **kwargs: Any) -> Tensor:
         self.calls += 1
         return self._attend(self._sequences, *args, **kwargs)

@@ -30,7 +30,7 @@ def first_of(output: Any) -> Tensor:
 
 def difference(path: str, layer: nn.Module, ours: Tensor, whole: Tensor, dim: int) -> str:
     """In words, where the split layer differs from the whole one; empty if it does not."""
-    start = f"context parallel changes what {path} ({_torch.class_name(layer)}) computes"
+    start = f"context parallel changes what {path} ({_torch.fsdp.class_name(layer)}) computes"
     if ours.shape != whole.shape:
         return f"{start}: {tuple(ours.shape)} in place of {tuple(whole.shape)}; give context=1"
     allowed = _allowed(whole)
@@ -54,9 +54,9 @@ def further_violations(path: str, layer: nn.Module, ours: Any, whole: Any) -> li
     if not shapes:
         return []
     return [
-        f"{path} ({_torch.class_name(layer)}) returns a tensor {tuple(shapes[0])} beside hidden states, which a rank "
-        "computes from its part of the sequence, and which nobody joins; leave it out, such as the loss that balances "
-        "experts, or give context=1"
+        f"{path} ({_torch.fsdp.class_name(layer)}) returns a tensor {tuple(shapes[0])} beside hidden states, which a "
+        "rank computes from its part of the sequence, and which nobody joins; leave it out, such as the loss that "
+        "balances experts, or give context=1"
     ]
 
 
@@ -91,15 +91,15 @@ def failed(path: str, layer: nn.Module, error: Exception, *, has_attention: bool
     if not has_attention:
         return f"{bypassed(path, layer)}. On a part of a sequence it fails with: {error}"
     return (
-        f"{path} ({_torch.class_name(layer)}) fails on a part of the sequence: {error}. Shapes, masks or positions "
-        "that it makes by itself are those of whole sequences; give context=1"
+        f"{path} ({_torch.fsdp.class_name(layer)}) fails on a part of the sequence: {error}. Shapes, masks or "
+        "positions that it makes by itself are those of whole sequences; give context=1"
     )
 
 
 def counted_otherwise(path: str, layer: nn.Module) -> str:
     """In words, that the layer does not count positions as it did when it was compared."""
     return (
-        f"{path} ({_torch.class_name(layer)}) counts positions by torch.arange in some steps, and in others goes "
+        f"{path} ({_torch.fsdp.class_name(layer)}) counts positions by torch.arange in some steps, and in others goes "
         "by what it has kept; a part has other positions in each length. Give it positions as an argument, or context=1"
     )
 
@@ -107,7 +107,7 @@ def counted_otherwise(path: str, layer: nn.Module) -> str:
 def bypassed(path: str, layer: nn.Module) -> str:
     """In words, that the layer has no attention that ranks could share."""
     return (
-        f"{path} ({_torch.class_name(layer)}) does not call torch's scaled_dot_product_attention, which is what "
+        f"{path} ({_torch.fsdp.class_name(layer)}) does not call torch's scaled_dot_product_attention, which is what "
         "ranks share under context parallel; for Hugging Face models give attn_implementation='sdpa', for "
         "nn.MultiheadAttention need_weights=False, or give context=1"
     )

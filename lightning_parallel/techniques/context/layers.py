@@ -17,10 +17,10 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
 from lightning_parallel import _torch
-from lightning_parallel.caches import is_cache, without_fresh_cache
 from lightning_parallel.errors import ConfigurationError, check
-from lightning_parallel.hidden_states import Lengths, own_stream, take_hidden
-from lightning_parallel.layer_probe import probing
+from lightning_parallel.module.hidden_states import Lengths, own_stream, take_hidden
+from lightning_parallel.module.kv_cache import is_cache, without_fresh_cache
+from lightning_parallel.module.layer_check import probing
 from lightning_parallel.techniques.context.attention import SplitAttention
 from lightning_parallel.techniques.context.comparison import (
     ELSEWHERE,
@@ -33,8 +33,15 @@ from lightning_parallel.techniques.context.comparison import (
     further_violations,
     sequence_dims,
 )
+from lightning_parallel.techniques.context.cut_rules import (
+    USUAL,
+    CutRule,
+    PartOfTables,
+    candidate_rules,
+    cut_argument,
+    relations,
+)
 from lightning_parallel.techniques.context.sequences import Sequences
-from lightning_parallel.techniques.context.ways import USUAL, PartOfTables, Way, cut_argument, relations, ways
 
 
 def apply_context(
@@ -65,21 +72,21 @@ def apply_context(
 
 
 def _splitting(cls: type[Any], parts: Mapping[nn.Module, _Part]) -> type[nn.Module]:
-    @_torch.not_compiled
+    @_torch.modes.not_compiled
     def part_of(layer: nn.Module) -> _Part:
         return parts[layer]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return part_of(self).run(self, functools.partial(cls.forward, self), args, kwargs)
 
-    return _torch.subclass_like(cls, forward)
+    return _torch.modules.subclass_like(cls, forward)
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A way that was seen to be right, and how often the layer counted positions meanwhile."""
+    """A rule that was seen to be right, and how often the layer counted positions meanwhile."""
 
-    way: Way
+    rule: CutRule
     counted: int
 
 
@@ -90,15 +97,15 @@ class _SplitStack:
     Args:
         attention: How ranks share attention.
         sequences: What is cut now.
-        ways: How the layers run that were compared with themselves, by path and by what compares with the length.
-        way: The latest of these.
+        rules: How the layers run that were compared with themselves, by path and by what compares with the length.
+        rule: The latest of these.
         trained: The paths of the layers that were looked at in training.
     """
 
     attention: str
     sequences: Sequences
-    ways: dict[tuple[Any, ...], Verified] = field(default_factory=dict)
-    way: Way = USUAL
+    rules: dict[tuple[Any, ...], Verified] = field(default_factory=dict)
+    rule: CutRule = USUAL
     trained: set[str] = field(default_factory=set)
 
 
@@ -119,7 +126,7 @@ class _Part:
         verified = self._look(layer, forward, hidden, args, kwargs)
         if self.is_first:
             hidden = sequences.cut(hidden, sequences.dim)
-        attention = self._attention(layer, hidden, verified.way)
+        attention = self._attention(layer, hidden, verified.rule)
         output = self._on_part(layer, forward, hidden, args, kwargs, attention)
         if not attention.calls:
             raise ConfigurationError([bypassed(self.path, layer)])
@@ -134,8 +141,8 @@ class _Part:
         if any(is_cache(value) for value in (*args, *kwargs.values())):
             raise ConfigurationError(
                 [
-                    f"{self.path} ({_torch.class_name(layer)}) is given a cache of keys and values that holds whole "
-                    "sequences, to which a part cannot attend; give context=1"
+                    f"{self.path} ({_torch.fsdp.class_name(layer)}) is given a cache of keys and values that holds "
+                    "whole sequences, to which a part cannot attend; give context=1"
                 ]
             )
         return args, kwargs
@@ -152,21 +159,21 @@ class _Part:
         """The layer's result of a part of hidden states, and of whole other arguments."""
         sequences = self.stack.sequences
         length = self._whole_length(hidden)
-        cut = functools.partial(cut_argument, way=attention.way, sequences=sequences, length=length, hidden=hidden)
+        cut = functools.partial(cut_argument, rule=attention.rule, sequences=sequences, length=length, hidden=hidden)
         args = tuple(_map_named(cut, "", value) for value in args)
         kwargs = {name: _map_named(cut, name, value) for name, value in kwargs.items()}
         with (
             own_stream(sequences.group, is_needed=layer.training and torch.is_grad_enabled()),
-            _torch.slow_attention(),
-            _torch.checkpoints_replaced(attention.around),
+            _torch.attention.slow_attention(),
+            _torch.autograd.checkpoints_replaced(attention.around),
             attention,
         ):
             return forward(hidden, *args, **kwargs)
 
-    def _attention(self, layer: nn.Module, part: Tensor, way: Way) -> SplitAttention:
+    def _attention(self, layer: nn.Module, part: Tensor, rule: CutRule) -> SplitAttention:
         sequences = self.stack.sequences
         tables = PartOfTables(layer, sequences, self._whole_length(part))
-        return SplitAttention(self.stack.attention, sequences, way=way, tables=tables)
+        return SplitAttention(self.stack.attention, sequences, rule=rule, tables=tables)
 
     def _joined(self, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -190,7 +197,7 @@ class _Part:
 
     # Looking at layers ------------------------------------------------------------------------------------------
 
-    @_torch.not_compiled
+    @_torch.modes.not_compiled
     def _look(
         self, layer: nn.Module, forward: Callable[..., Any], hidden: Tensor, args: tuple[Any, ...], kwargs: Any
     ) -> Verified:
@@ -200,14 +207,14 @@ class _Part:
             stack.trained.add(self.path)
             check(batch_statistics_violations(self.path, layer))
         key = self._key(layer, hidden, args, kwargs)
-        if key not in stack.ways:
+        if key not in stack.rules:
             verified = self._compare_once(layer, forward, hidden, args, kwargs)
-            stack.ways[self._key(layer, hidden, args, kwargs)] = verified  # by the dimension that was found meanwhile
-            stack.way = verified.way
+            stack.rules[self._key(layer, hidden, args, kwargs)] = verified  # by the dimension that was found meanwhile
+            stack.rule = verified.rule
             key = self._key(layer, hidden, args, kwargs)
-        if not _torch.is_in_backward():  # else a layer is computed again
+        if not _torch.autograd.is_in_backward():  # else a layer is computed again
             self._pass(stack.sequences.lengths)
-        return stack.ways[key]
+        return stack.rules[key]
 
     def _pass(self, lengths: Lengths) -> None:
         """Note that a sequence enters the stack, or leaves it."""
@@ -227,11 +234,11 @@ class _Part:
         """Compare the layer on parts of the sequence with itself on the whole, without dropout.
 
         Raises:
-            ConfigurationError: If they differ in every way, with where the difference of the usual one begins.
+            ConfigurationError: If they differ in every rule, with where the difference of the usual one begins.
         """
         lengths = self.stack.sequences.lengths
         before, dims = dict(lengths.whole), [lengths.dim]
-        with torch.no_grad(), _torch.without_dispatch_modes():
+        with torch.no_grad(), _torch.modes.without_dispatch_modes():
             if self.is_first:
                 before, dims = {}, sequence_dims(layer)
             else:
@@ -252,26 +259,26 @@ class _Part:
                 )
         finally:
             lengths.whole = before
-        raise AssertionError("the layer has run neither way, and no error says so")
+        raise AssertionError("the layer has run neither rule, and no error says so")
 
     def _on_whole(self, forward: Callable[..., Any], probed: Callable[[], Any]) -> tuple[Any, Exception | None]:
         try:
-            with torch.no_grad(), _torch.slow_attention(), probed() as (args, kwargs):
+            with torch.no_grad(), _torch.attention.slow_attention(), probed() as (args, kwargs):
                 return forward(*args, **kwargs), None
         except Exception as failure:
             return None, failure
 
     def _verified(
-        self, differences: Callable[[Way], tuple[list[str], int]], dims: list[int], device: torch.device
+        self, differences: Callable[[CutRule], tuple[list[str], int]], dims: list[int], device: torch.device
     ) -> Verified:
-        """The first way in which nothing differs."""
-        violations: dict[Way, list[str]] = {}
-        for way, dim in itertools.product(ways(self.stack.way), dims):
+        """The first rule in which nothing differs."""
+        violations: dict[CutRule, list[str]] = {}
+        for rule, dim in itertools.product(candidate_rules(self.stack.rule), dims):
             self.stack.sequences.lengths.dim = dim
-            found, counted = differences(way)
-            if not self.stack.sequences.has_any(bool(found), device):  # all ranks go the same way
-                return Verified(way, counted)
-            violations.setdefault(way, found)
+            found, counted = differences(rule)
+            if not self.stack.sequences.has_any(bool(found), device):  # all ranks take the same rule
+                return Verified(rule, counted)
+            violations.setdefault(rule, found)
         raise ConfigurationError(violations[USUAL] or [f"{self.path}: {ELSEWHERE}"])
 
     def _whole_of(self, value: Any, *, like: Tensor, length: int) -> Any:
@@ -281,26 +288,32 @@ class _Part:
         return self.stack.sequences.join(value.detach(), dim) if is_like and like.shape[dim] != length else value
 
     def _differences(
-        self, layer: nn.Module, forward: Callable[..., Any], probed: Callable[[], Any], whole: Any, way: Way
+        self, layer: nn.Module, forward: Callable[..., Any], probed: Callable[[], Any], whole: Any, rule: CutRule
     ) -> tuple[list[str], int]:
-        """Why the layer cannot work on parts in this `way`; and how often it counted positions.
+        """Why the layer cannot work on parts by this `rule`; and how often it counted positions.
 
         It begins as it is: what it has kept of another run would not be there in a step. And it is run once more where
         it counts positions: those that it has kept may be another part's in the next step.
         """
-        with torch.no_grad(), _torch.slow_attention(), probed() as (args, kwargs):
-            found, counted = self._difference(layer, forward, args, kwargs, whole, way)
-            if not found and way.counts:
-                found, again = self._difference(layer, forward, args, kwargs, whole, way)
+        with torch.no_grad(), _torch.attention.slow_attention(), probed() as (args, kwargs):
+            found, counted = self._difference(layer, forward, args, kwargs, whole, rule)
+            if not found and rule.counts:
+                found, again = self._difference(layer, forward, args, kwargs, whole, rule)
                 found = found or ([] if again == counted else [counted_otherwise(self.path, layer)])
         return found, counted
 
     def _difference(
-        self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, whole: Any, way: Way
+        self,
+        layer: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Any,
+        whole: Any,
+        rule: CutRule,
     ) -> tuple[list[str], int]:
         sequences = self.stack.sequences
         part = sequences.cut(args[0], sequences.dim)
-        attention = self._attention(layer, part, way)
+        attention = self._attention(layer, part, rule)
         try:
             ours = self._joined(self._on_part(layer, forward, part, args[1:], kwargs, attention))
         except ConfigurationError as error:

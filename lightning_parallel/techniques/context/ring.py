@@ -96,7 +96,7 @@ def _violations(
     return found
 
 
-@_torch.not_compiled
+@_torch.modes.not_compiled
 def attend_in_ring(
     query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, *, is_causal: bool, scale: float | None = None
 ) -> Tensor:
@@ -127,7 +127,7 @@ class _Ring(torch.autograd.Function):
         scale: float | None,
     ) -> Tensor:
         block = _Block(query.shape[1] // key.shape[1], query.shape[3] ** -0.5 if scale is None else scale)
-        output, sums = _torch.ring_attention(block.forward, query, key, value, group, is_causal=is_causal)
+        output, sums = _torch.attention.ring_attention(block.forward, query, key, value, group, is_causal=is_causal)
         context.save_for_backward(query, key, value, output, sums)
         context.block, context.group, context.is_causal = block, group, is_causal
         return output
@@ -136,7 +136,7 @@ class _Ring(torch.autograd.Function):
     @override
     @once_differentiable
     def backward(context: Any, *gradients: Any) -> Any:
-        found = _torch.ring_attention_backward(
+        found = _torch.attention.ring_attention_backward(
             context.block.backward,
             gradients[0].contiguous(),
             context.saved_tensors,
@@ -160,8 +160,8 @@ class _Block:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:
         key, value = (each.repeat_interleave(self._repeats, 1) for each in (key, value))
-        if _torch.has_flash_attention(query, value):
-            return _torch.flash_attention(query, key, value, is_causal=is_causal, scale=self._scale)
+        if _torch.attention.has_flash_attention(query, value):
+            return _torch.attention.flash_attention(query, key, value, is_causal=is_causal, scale=self._scale)
         scores = self._scores(query, key, is_causal=is_causal)
         return scores.softmax(-1).to(value.dtype) @ value, scores.logsumexp(-1)
 
@@ -178,8 +178,8 @@ class _Block:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values, given `out` and `logsumexp` over all blocks of a row."""
         keys, values = (each.repeat_interleave(self._repeats, 1) for each in (key, value))
-        if _torch.has_flash_attention(query, value):
-            found = _torch.flash_attention_backward(
+        if _torch.attention.has_flash_attention(query, value):
+            found = _torch.attention.flash_attention_backward(
                 grad_out, query, keys, values, out, logsumexp, is_causal=is_causal, scale=self._scale
             )
         else:

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_parallel.exchange import gather, padded, split
-from lightning_parallel.hidden_states import Lengths
+from lightning_parallel.module.hidden_states import Lengths
+from lightning_parallel.ranks.collectives import gather, padded, split
 
 
 class Sequences:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.exchange import exchange
+from lightning_parallel.ranks.collectives import exchange
 from lightning_parallel.techniques.context.sequences import Sequences
 
 

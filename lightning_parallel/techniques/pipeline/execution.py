@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_parallel import _torch
-from lightning_parallel.stages import StagePlan
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
+from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
 
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
 PASSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
@@ -76,7 +76,7 @@ def training_actions(policy: PipelinePolicy, plan: StagePlan, count: int, rank: 
     """What `rank` does in a training step of `count` microbatches."""
     if policy.fits(count, plan.num_ranks):
         name = policy.schedule
-        return _parsed(_torch.schedule_actions(name, plan.num_ranks, policy.stages_per_rank, count)[rank])
+        return _parsed(_torch.schedules.schedule_actions(name, plan.num_ranks, policy.stages_per_rank, count)[rank])
     backward = [f"{s}B{m}" for m in range(count) for s in range(plan.last, -1, -1)]  # too few for the schedule
     return _parsed(_with_transfers(plan, [*_forwards(plan, count), *backward])[rank])
 
@@ -97,7 +97,7 @@ def _with_transfers(plan: StagePlan, computed: list[str]) -> list[list[str]]:
     by_rank: list[list[str]] = [[] for _ in range(plan.num_ranks)]
     for action in computed:
         by_rank[plan.rank_of(int(re.match(r"\d+", action).group()))].append(action)  # type: ignore[union-attr]
-    return _torch.with_transfers(by_rank, is_v=plan.is_v)
+    return _torch.schedules.with_transfers(by_rank, is_v=plan.is_v)
 
 
 def _parsed(texts: Sequence[str]) -> tuple[Action, ...]:

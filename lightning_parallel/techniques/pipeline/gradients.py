@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.stages import Holding, holding_of
+from lightning_parallel.ranks.stage_owners import StageOwners, stage_owners_of
 
 
 class GradientsOfStep:
@@ -85,31 +85,31 @@ def sum_shared_gradients(parameters: Sequence[nn.Parameter]) -> None:
     Args:
         parameters: All parameters of the module, each once, in the same order on every rank.
     """
-    shared = [(p, h) for p in parameters if (h := holding_of(p)) is not None and len(h.ranks) > 1]
+    shared = [(p, h) for p in parameters if (h := stage_owners_of(p)) is not None and len(h.ranks) > 1]
     if not shared:
         return
     used = torch.tensor([p.grad is not None for p, _ in shared], dtype=torch.uint8)
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=shared[0][1].host_group)
-    for (parameter, holding), is_used in zip(shared, used.tolist(), strict=True):
-        if is_used and holding.is_here:
+    for (parameter, owners), is_used in zip(shared, used.tolist(), strict=True):
+        if is_used and owners.is_here:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            _add_others(_local(parameter.grad), holding)
+            _add_others(_local(parameter.grad), owners)
 
 
-def _add_others(gradient: Tensor, holding: Holding) -> None:
+def _add_others(gradient: Tensor, owners: StageOwners) -> None:
     # Every holder adds in the same order, so that all have the same sum to the last bit.
-    me = holding.group.rank()
+    me = owners.group.rank()
     dense = torch.contiguous_format  # whatever the parameter's strides are, which its gradient has, too
-    parts = {rank: torch.empty_like(gradient, memory_format=dense) for rank in holding.ranks}
+    parts = {rank: torch.empty_like(gradient, memory_format=dense) for rank in owners.ranks}
     parts[me].copy_(gradient)
-    others = [rank for rank in holding.ranks if rank != me]
-    operations = [dist.P2POp(dist.isend, parts[me], group=holding.group, group_peer=rank) for rank in others]
-    operations += [dist.P2POp(dist.irecv, parts[rank], group=holding.group, group_peer=rank) for rank in others]
+    others = [rank for rank in owners.ranks if rank != me]
+    operations = [dist.P2POp(dist.isend, parts[me], group=owners.group, group_peer=rank) for rank in others]
+    operations += [dist.P2POp(dist.irecv, parts[rank], group=owners.group, group_peer=rank) for rank in others]
     for work in dist.batch_isend_irecv(operations) if operations and gradient.numel() else ():
         work.wait()
     gradient.zero_()
-    for rank in holding.ranks:
+    for rank in owners.ranks:
         gradient.add_(parts[rank])
 
 

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.ghosts import GhostReadError, ghost_parameter
-from lightning_parallel.layers import Anatomy
-from lightning_parallel.stages import BEFORE_THE_STACK, Holding, StagePlan, StepCosts, balanced
-from lightning_parallel.techniques.pipeline.passage import Beside, Passage, StageExit
-from lightning_parallel.techniques.pipeline.rehearsal import unchanged
+from lightning_parallel.module.layer_stacks import ModuleStructure
+from lightning_parallel.module.placeholders import PlaceholderReadError, placeholder_parameter
+from lightning_parallel.ranks.stage_owners import StageOwners
+from lightning_parallel.techniques.pipeline.layer_router import Beside, LayerRouter, StageExit
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
+from lightning_parallel.techniques.pipeline.shape_inference import unchanged
+from lightning_parallel.techniques.pipeline.stage_plan import BEFORE_THE_STACK, StagePlan, StepCosts, balanced
 
 Positions = dict[str, frozenset[int]]
 """Name of a parameter or buffer -> where in a step it is used (see `BEFORE_THE_STACK`)."""
@@ -44,9 +45,9 @@ class Placement:
     beside: Beside | None = None
 
 
-def positions_by_registration(module: nn.Module, anatomy: Anatomy) -> Positions:
+def positions_by_registration(module: nn.Module, structure: ModuleStructure) -> Positions:
     """Where parameters and buffers are used, as far as their order tells; aliases of one tensor have it in common."""
-    (stack,) = anatomy.stacks
+    (stack,) = structure.stacks
     last = len(stack.layers) - 1
     found: dict[Tensor, set[int]] = defaultdict(set)
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -64,19 +65,19 @@ def positions_by_registration(module: nn.Module, anatomy: Anatomy) -> Positions:
 
 
 def plan_stages(
-    module: nn.Module, anatomy: Anatomy, placement: Placement, policy: PipelinePolicy, num_ranks: int
+    module: nn.Module, structure: ModuleStructure, placement: Placement, policy: PipelinePolicy, num_ranks: int
 ) -> StagePlan:
     """Cut the stack of `module` into stages; changes nothing."""
     if isinstance(policy.stages, str):
-        costs = placement.costs or _parameter_counts(module, anatomy, placement.positions)
+        costs = placement.costs or _parameter_counts(module, structure, placement.positions)
         counts = balanced(costs, policy.num_stages(num_ranks))
     else:
         counts = tuple(policy.stages)
     return StagePlan(num_ranks, tuple(accumulate(counts)), is_v=policy.is_v)
 
 
-def _parameter_counts(module: nn.Module, anatomy: Anatomy, positions: Positions) -> StepCosts:
-    (stack,) = anatomy.stacks
+def _parameter_counts(module: nn.Module, structure: ModuleStructure, positions: Positions) -> StepCosts:
+    (stack,) = structure.stacks
     sizes = tuple(sum(p.numel() for p in module.get_submodule(path).parameters()) for path in stack.layers)
     outside: dict[int, int] = defaultdict(int)
     for name, parameter in module.named_parameters():
@@ -85,38 +86,38 @@ def _parameter_counts(module: nn.Module, anatomy: Anatomy, positions: Positions)
     return StepCosts(sizes, first=outside[BEFORE_THE_STACK], last=outside[len(sizes) - 1] - sizes[-1])
 
 
-def hold(module: nn.Module, positions: Positions, plan: StagePlan, **groups: Any) -> dict[str, Holding]:
-    """Who holds what. `groups` are those of `Holding`. The last stage owns buffers that all stages have."""
+def hold(module: nn.Module, positions: Positions, plan: StagePlan, **groups: Any) -> dict[str, StageOwners]:
+    """Who holds what. `groups` are those of `StageOwners`. The last stage owns buffers that all stages have."""
     buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    known: dict[tuple[int, ...], Holding] = {}
-    holdings = {}
+    known: dict[tuple[int, ...], StageOwners] = {}
+    owners_by_name = {}
     for name, where in positions.items():
         ranks = plan.ranks_at(where)
         ranks = ranks[::-1] if name in buffers else ranks
-        holdings[name] = known.setdefault(ranks, Holding(ranks, **groups))
-    return holdings
+        owners_by_name[name] = known.setdefault(ranks, StageOwners(ranks, **groups))
+    return owners_by_name
 
 
-def release(module: nn.Module, holdings: Mapping[str, Holding], device: torch.device) -> None:
+def release(module: nn.Module, owners_by_name: Mapping[str, StageOwners], device: torch.device) -> None:
     """Put ghosts in the place of parameters that are not held here, in place: no memory is left of them."""
-    ghosts: dict[nn.Parameter, nn.Parameter] = {}
+    placeholders: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        if not holdings[name].is_here:
-            if parameter not in ghosts:
-                ghosts[parameter] = ghost_parameter(parameter, name, device)
+        if not owners_by_name[name].is_here:
+            if parameter not in placeholders:
+                placeholders[parameter] = placeholder_parameter(parameter, name, device)
             path, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(path), attribute, ghosts[parameter])
+            setattr(module.get_submodule(path), attribute, placeholders[parameter])
 
 
 # Tracing ------------------------------------------------------------------------------------------------------------
 
 
-def trace_positions(module: nn.Module, passage: Passage, called: str, step: Callable[[], Any]) -> Positions:
+def trace_positions(module: nn.Module, router: LayerRouter, called: str, step: Callable[[], Any]) -> Positions:
     """Where a step uses which parameter, found by running it on ghosts; what it changes on the module is undone.
 
     Args:
         module: The whole module.
-        passage: The way through its stack; it learns what passes beside hidden states.
+        router: The way through its stack; it learns what passes beside hidden states.
         called: The step's name.
         step: The user's step on a microbatch.
 
@@ -130,18 +131,18 @@ def trace_positions(module: nn.Module, passage: Passage, called: str, step: Call
     used: dict[str, set[int]] = defaultdict(set)
 
     def touch(name: str) -> None:
-        if not passage.is_in_layer and all(passage.has(alias) for alias in groups[name]):
+        if not router.is_in_layer and all(router.has(alias) for alias in groups[name]):
             raise ConfigurationError([_read_outside(name)])
         for alias in groups[name]:
-            used[alias].add(passage.position)
+            used[alias].add(router.position)
 
     has_returned = False
-    with unchanged(module), passage.traced(called, module, touch), contextlib.suppress(_ReadError):
-        with _reading_ends_it(passage):
+    with unchanged(module), router.traced(called, module, touch), contextlib.suppress(_ReadError):
+        with _reading_ends_it(router):
             step()
         has_returned = True
     if has_returned:
-        passage.check_end()
+        router.check_end()
     return {name: frozenset(positions) for name, positions in used.items()}
 
 
@@ -157,15 +158,15 @@ class _ReadError(Exception):
 
 
 @contextlib.contextmanager
-def _reading_ends_it(passage: Passage) -> Iterator[None]:
+def _reading_ends_it(router: LayerRouter) -> Iterator[None]:
     try:
         yield
     except StageExit:
         raise AssertionError("a trace leaves no stage") from None
     except Exception as error:
         # Whatever fails behind the last layer fails for want of values: what was seen by then holds.
-        is_refused = isinstance(error, ConfigurationError) and not isinstance(error, GhostReadError)
-        if is_refused or passage.position < passage.plan.num_layers - 1:
+        is_refused = isinstance(error, ConfigurationError) and not isinstance(error, PlaceholderReadError)
+        if is_refused or router.position < router.plan.num_layers - 1:
             raise
         raise _ReadError from None
 

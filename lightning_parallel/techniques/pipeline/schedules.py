@@ -37,7 +37,7 @@ class PipelinePolicy:
     @property
     def is_v(self) -> bool:
         """Whether a rank has a stage from each end."""
-        return self.schedule in _torch.V_SCHEDULES
+        return self.schedule in _torch.schedules.V_SCHEDULES
 
     @property
     def stages_per_rank(self) -> int:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lightning_parallel.stages import StagePlan, StepCosts
+from lightning_parallel.techniques.pipeline.stage_plan import StagePlan, StepCosts
 
 ROUNDS = 4
 """How often a step is timed; the shortest time counts, so the first may be slow."""

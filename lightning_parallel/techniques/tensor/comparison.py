@@ -16,19 +16,19 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.layer_probe import REMEDY, LayerProbe, probing
+from lightning_parallel.module.layer_check import REMEDY, LayerProbe, probing
 from lightning_parallel.techniques.tensor.split_layer import SplitLayer
 
 
-@_torch.not_compiled
+@_torch.modes.not_compiled
 def check_layer(layer: nn.Module, split: SplitLayer, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Compare the split layer with its unsplit self; choose what runs between its maps.
 
     Raises:
         ConfigurationError: If they differ either way, with where the difference begins.
     """
-    arguments = split.borders.whole_arguments(args, kwargs)
-    borders, failure = split.borders, ""
+    arguments = split.region.whole_arguments(args, kwargs)
+    region, failure = split.region, ""
     run = functools.partial(split.run, layer, function)
     try:
         for doubles in (True, False):
@@ -39,18 +39,18 @@ def check_layer(layer: nn.Module, split: SplitLayer, function: Callable[..., Any
                     if error is not None:
                         error.__traceback__ = None  # its frames hold the copies
                     continue
-                if error is not None and split.borders.is_at_entry:
+                if error is not None and split.region.is_at_entry:
                     raise error  # the code's own
                 if whole is None:
                     failure = f"cannot be compared with its unsplit self ({error or 'on another rank'}); {REMEDY}"
                     break
-                split.borders = borders.alone()
+                split.region = region.alone()
                 failure = _choose_flow(layer, split, probe, whole)
                 break
     finally:
-        split.borders = borders
+        split.region = region
     if failure:
-        raise ConfigurationError([f"{split.path} ({_torch.class_name(layer)}) {failure}"])
+        raise ConfigurationError([f"{split.path} ({_torch.fsdp.class_name(layer)}) {failure}"])
     split.flow.is_checked = True
 
 

@@ -12,13 +12,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_parallel import _torch
-from lightning_parallel.caches import without_fresh_cache
-from lightning_parallel.hidden_states import Lengths
+from lightning_parallel.module.hidden_states import Lengths
+from lightning_parallel.module.kv_cache import without_fresh_cache
 from lightning_parallel.techniques.tensor.comparison import check_layer
 from lightning_parallel.techniques.tensor.maps import split_maps
+from lightning_parallel.techniques.tensor.plan import TensorPlan
+from lightning_parallel.techniques.tensor.regions import ReplicatedRegion, SequenceRegion
 from lightning_parallel.techniques.tensor.split_layer import Flow, SplitLayer
-from lightning_parallel.tensor_borders import SequenceBorders, WholeBorders
-from lightning_parallel.tensor_plan import TensorPlan
 
 
 def apply_tensor(
@@ -54,12 +54,12 @@ def apply_tensor(
             key = number, type(layer), tuple(roles.items()), _settings(layer)
             flow = flows.setdefault(key, Flow(path, mesh, peers))
             is_first, is_last = index == 0, index == len(stack) - 1
-            borders = (
-                SequenceBorders(group, is_first=is_first, is_last=is_last, lengths=lengths[number])
+            region = (
+                SequenceRegion(group, is_first=is_first, is_last=is_last, lengths=lengths[number])
                 if sequence
-                else WholeBorders(group)
+                else ReplicatedRegion(group)
             )
-            split = SplitLayer(path, flow, borders, lengths[number] if sequence else None)
+            split = SplitLayer(path, flow, region, lengths[number] if sequence else None)
             _split_layer(layer, roles, split, parameters)
     return lengths
 
@@ -83,10 +83,10 @@ def _split_layer(
     if split.lengths is not None:
         parents = dict.fromkeys(name.rpartition(".")[0] for name, role in roles.items() if role == "colwise")
         for parent in (layer.get_submodule(name) for name in parents if name):
-            parent.__class__ = _torch.subclass_like(
+            parent.__class__ = _torch.modules.subclass_like(
                 type(parent), functools.partialmethod(_branching, split, type(parent))
             )
-    layer.__class__ = _torch.subclass_like(type(layer), functools.partialmethod(_splitting, split, type(layer)))
+    layer.__class__ = _torch.modules.subclass_like(type(layer), functools.partialmethod(_splitting, split, type(layer)))
 
 
 def _branching(self: Any, split: SplitLayer, cls: type[Any], *args: Any, **kwargs: Any) -> Any:

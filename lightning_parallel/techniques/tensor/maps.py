@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_parallel import _torch
-from lightning_parallel.head_split import attend_multihead
-from lightning_parallel.layer_trace import is_transposed
+from lightning_parallel.techniques.tensor.attention import attend_multihead
 from lightning_parallel.techniques.tensor.split_layer import SplitLayer
+from lightning_parallel.techniques.tensor.trace import is_transposed
 
 
 def split_maps(
@@ -36,7 +36,7 @@ def split_maps(
             dims = {"weight": int((role == "colwise") == is_transposed(linear))}
             distribute(linear, {**dims, "bias": 0} if role == "colwise" else dims)
             run = _by_columns if role == "colwise" else _by_rows
-        linear.__class__ = _torch.subclass_like(type(linear), functools.partialmethod(run, split, type(linear)))
+        linear.__class__ = _torch.modules.subclass_like(type(linear), functools.partialmethod(run, split, type(linear)))
 
 
 def _distribute(
@@ -59,7 +59,7 @@ def _by_columns(self: Any, split: SplitLayer, cls: type[Any], states: Tensor) ->
         return cls.forward(self, states)
     states = states.full_tensor() if isinstance(states, DTensor) else states
     bias = self.bias.to_local() if isinstance(self.bias, DTensor) else self.bias
-    return split.flow.as_part(_product(self, split.borders.enter(states), bias))
+    return split.flow.as_part(_product(self, split.region.enter(states), bias))
 
 
 def _by_rows(self: Any, split: SplitLayer, cls: type[Any], states: Tensor) -> Any:
@@ -68,8 +68,8 @@ def _by_rows(self: Any, split: SplitLayer, cls: type[Any], states: Tensor) -> An
     if isinstance(states, DTensor):
         states = states.redistribute(placements=[Shard(states.ndim - 1)]).to_local()
     elif states.shape[-1] != self.weight.to_local().shape[0 if is_transposed(self) else 1]:
-        states = split.borders.divide(states)
-    result = split.borders.leave(_product(self, states, None))
+        states = split.region.divide(states)
+    result = split.region.leave(_product(self, states, None))
     return result if self.bias is None else result + self.bias.to(result.dtype)
 
 
@@ -81,4 +81,4 @@ def _product(linear: Any, states: Tensor, bias: Tensor | None) -> Tensor:
 def _attending(self: Any, split: SplitLayer, cls: type[Any], *args: Any, **kwargs: Any) -> Any:
     if split.is_unsplit(self.out_proj.weight):
         return cls.forward(self, *args, **kwargs)
-    return attend_multihead(self, split.borders, *args, **kwargs)
+    return attend_multihead(self, split.region, *args, **kwargs)

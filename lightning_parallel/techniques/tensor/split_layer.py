@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel import _torch
-from lightning_parallel.ghosts import is_ghost
-from lightning_parallel.head_split import HeadSplit
-from lightning_parallel.hidden_states import Lengths
-from lightning_parallel.tensor_borders import WholeBorders
+from lightning_parallel.module.hidden_states import Lengths
+from lightning_parallel.module.placeholders import is_placeholder
+from lightning_parallel.techniques.tensor.attention import HeadSplit
+from lightning_parallel.techniques.tensor.regions import ReplicatedRegion
 
 
 class Flow:
@@ -48,14 +48,14 @@ class SplitLayer:
     Args:
         path: Where it is.
         flow: What runs between its maps.
-        borders: How hidden states pass into its branches and out of them.
+        region: How hidden states pass into its branches and out of them.
         lengths: What is cut along the sequence, if anything is.
     """
 
-    def __init__(self, path: str, flow: Flow, borders: WholeBorders, lengths: Lengths | None) -> None:
+    def __init__(self, path: str, flow: Flow, region: ReplicatedRegion, lengths: Lengths | None) -> None:
         self.path = path
         self.flow = flow
-        self.borders = borders
+        self.region = region
         self.lengths = lengths
         self.is_whole = False  # while it is its unsplit self
 
@@ -65,13 +65,13 @@ class SplitLayer:
             return function(*args, **kwargs)
         if not self.flow.is_local:
             return self._run_on_dtensors(layer, function, args, kwargs)
-        with _torch.slow_attention():
-            return self.borders.run_layer(layer, function, args, kwargs)
+        with _torch.attention.slow_attention():
+            return self.region.run_layer(layer, function, args, kwargs)
 
-    @_torch.not_compiled  # torch 2.13 computes something else once it has compiled as many frames as it may
+    @_torch.modes.not_compiled  # torch 2.13 computes something else once it has compiled as many frames as it may
     def _run_on_dtensors(self, layer: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with _torch.slow_attention(), HeadSplit(self.flow.mesh, self.borders):
-            output = self.borders.run_layer(layer, function, args, kwargs)
+        with _torch.attention.slow_attention(), HeadSplit(self.flow.mesh, self.region):
+            output = self.region.run_layer(layer, function, args, kwargs)
         return tree_map_only(DTensor, _result, output)
 
     @contextlib.contextmanager
@@ -85,11 +85,11 @@ class SplitLayer:
 
     def is_unsplit(self, weight: Tensor) -> bool:
         """Whether a map with `weight` runs as it is: for comparison, or to show a pipeline what it returns."""
-        return self.is_whole or is_ghost(weight)
+        return self.is_whole or is_placeholder(weight)
 
     def branch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A submodule in which a branch begins."""
-        return function(*args, **kwargs) if self.is_whole else self.borders.run_branch(function, args, kwargs)
+        return function(*args, **kwargs) if self.is_whole else self.region.run_branch(function, args, kwargs)
 
 
 def _result(tensor: Any) -> Any:

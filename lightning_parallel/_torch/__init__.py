@@ -1,0 +1,9 @@
+"""Every private or version-dependent name of torch that the package touches, by subject.
+
+Each function says since which version the name exists and which public call would replace it. Nothing else in the
+package may import a name of torch that begins with an underscore (a test enforces it).
+"""
+
+from lightning_parallel._torch import attention, autograd, fsdp, groups, modes, modules, schedules, tensors
+
+__all__ = ["attention", "autograd", "fsdp", "groups", "modes", "modules", "schedules", "tensors"]

@@ -1,0 +1,61 @@
+"""Autograd and checkpointing: private or version-dependent names of torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def after_backward(tensor: Tensor, action: Any) -> None:
+    """Run `action` once at the end of the backward pass that goes through `tensor`.
+
+    The autograd engine's `queue_callback`, since 1.0; what DDP and FSDP themselves use, no public spelling.
+    """
+    from torch.autograd import Variable
+
+    def queue(gradient: Tensor) -> None:
+        Variable._execution_engine.queue_callback(action)
+
+    tensor.register_hook(queue)
+
+
+@contextlib.contextmanager
+def checkpoints_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """In here, what `torch.utils.checkpoint.checkpoint` is to run, now and again in backward, is ``wrap(function)``.
+
+    `CheckpointFunction`, since 1.0, and `_checkpoint_without_reentrant_generator`, since 2.1, or what ends in `_impl`,
+    since 2.14, which `checkpoint` looks up in its module; the function itself may have been imported anywhere.
+    """
+    from torch.utils import checkpoint as module
+
+    checkpoint: Any = module
+    name = "_checkpoint_without_reentrant_generator"
+    name = f"{name}_impl" if hasattr(checkpoint, f"{name}_impl") else name
+    reentrant, generator = checkpoint.CheckpointFunction, getattr(checkpoint, name)
+
+    def apply(function: Callable[..., Any], *args: Any) -> Any:
+        return reentrant.apply(wrap(function), *args)
+
+    def without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return generator(wrap(function), *args, **kwargs)
+
+    checkpoint.CheckpointFunction = SimpleNamespace(apply=apply)
+    setattr(checkpoint, name, without_reentrant)
+    try:
+        yield
+    finally:
+        checkpoint.CheckpointFunction = reentrant
+        setattr(checkpoint, name, generator)
+
+
+def is_in_backward() -> bool:
+    """Whether this runs in a backward, such as what is computed again.
+
+    `torch._C._current_graph_task_id`, since 2.1; no public spelling.
+    """
+    return torch._C._current_graph_task_id() != -1

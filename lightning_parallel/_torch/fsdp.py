@@ -1,0 +1,282 @@
+"""FSDP2 and DTensors: private or version-dependent names of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def initialize_sharding(root: nn.Module) -> None:
+    """Make `root` the root of the sharded units below it, now and not in the first forward.
+
+    Whichever unit runs first becomes a root otherwise, and a layer that a hook calls before the first step would be
+    it. `FSDPState._lazy_init`, since 2.4; no public spelling.
+    """
+    assert isinstance(root, FSDPModule)
+    root._get_fsdp_state()._lazy_init()
+
+
+def drop_forward_hooks(unit: nn.Module) -> None:
+    """Take off the hooks with which `unit` gathers its parameters around `forward`.
+
+    Where a method around `forward` gathers them already (`gather_around`), the hooks of the inner call would free
+    them, and backward would gather them once more. `FSDPState._pre_forward_hook_handle`, since 2.4.
+    """
+    assert isinstance(unit, FSDPModule)
+    state = unit._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+
+
+def abandon_step(unit: nn.Module) -> None:
+    """Bring a unit whose step ended in an error back to its shards, without gradients that were not reduced yet.
+
+    `FSDPModule.reset_iter_state` (public) does so since 2.13, but only from a root; `FSDPState._training_state`, since
+    2.4, serves all versions and units.
+    """
+    if isinstance(unit, FSDPModule):
+        _make_idle(unit)
+        for group in _parameter_groups(unit):
+            _drop_held(group, group.fsdp_params)
+        unit.reshard()
+
+
+def drop_held_gradients(unit: nn.Module, parameters: Collection[Tensor]) -> None:
+    """Forget the gradients of `parameters`, as shards, that `unit` holds unreduced, or reduced but not averaged yet.
+
+    `FSDPParam.unsharded_accumulated_grad` and `_unsharded_param`, since 2.4.
+    """
+    assert isinstance(unit, FSDPModule)
+    for group in _parameter_groups(unit):
+        _drop_held(group, [each for each in group.fsdp_params if each.sharded_param in parameters])
+
+
+def _drop_held(group: Any, parameters: Sequence[Any]) -> None:
+    if len(parameters) == len(group.fsdp_params):
+        group._partial_reduce_output = None
+    for parameter in parameters:
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def can_hold_gradients(unit: nn.Module) -> bool:
+    """Whether torch can hold gradients of `unit`: one that widens them has to have run before.
+
+    `FSDPParam.reduce_dtype` and `_unsharded_param`, since 2.4.
+    """
+    assert isinstance(unit, FSDPModule)
+    parameters = [parameter for group in _parameter_groups(unit) for parameter in group.fsdp_params]
+    return all(each.reduce_dtype is None or hasattr(each, "_unsharded_param") for each in parameters)
+
+
+def holds_gradients(unit: nn.Module) -> bool:
+    """Whether `unit` has gradients on this rank that are not reduced yet.
+
+    `FSDPParam.unsharded_accumulated_grad` and `_unsharded_param`, since 2.4.
+    """
+    assert isinstance(unit, FSDPModule)
+    return any(
+        parameter.unsharded_accumulated_grad is not None
+        or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
+        for group in _parameter_groups(unit)
+        for parameter in group.fsdp_params
+    ) or any(group._partial_reduce_output is not None for group in _parameter_groups(unit))
+
+
+def even_out_held_gradients(unit: nn.Module) -> None:
+    """Let all gradients that `unit` holds wait in one dtype, zeros for parameters that were not used so far.
+
+    Gradients that wait are widened to the dtype of reducing, and `foreach_reduce` takes no others beside them, such as
+    those of a parameter that only the last microstep uses. `FSDPParam.unsharded_accumulated_grad`, since 2.4.
+    """
+    assert isinstance(unit, FSDPModule)
+    for group in _parameter_groups(unit):
+        if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
+            for parameter in group.fsdp_params:
+                whole = parameter._unsharded_param
+                if parameter.unsharded_accumulated_grad is None and whole.requires_grad and whole.grad is None:
+                    dtype = parameter.reduce_dtype or whole.dtype
+                    parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
+
+
+def reduce_held_gradients(unit: nn.Module) -> None:
+    """Reduce the gradients that `unit` holds unreduced, outside of any backward. A collective.
+
+    What `FSDPParamGroup.post_backward` does in a backward, since 2.4; there is no public call.
+    """
+    assert isinstance(unit, FSDPModule)
+    for group in _parameter_groups(unit):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):  # as it was gathered last: the user may have frozen it for that
+                parameter._unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
+        group.post_backward()
+        group.finalize_backward()
+    _make_idle(unit)
+
+
+def whole_gradient_bytes(unit: nn.Module) -> int:
+    """Bytes of the gradients of `unit` before they are reduced, in the dtype in which they wait.
+
+    `FSDPParam.reduce_dtype` and `_orig_size`, since 2.4.
+    """
+    assert isinstance(unit, FSDPModule)
+    total = 0
+    for group in _parameter_groups(unit):
+        for parameter in group.fsdp_params:
+            if parameter.sharded_param.requires_grad:
+                dtype = parameter.reduce_dtype or parameter.param_dtype or parameter.orig_dtype
+                total += parameter._orig_size.numel() * dtype.itemsize
+    return total
+
+
+def _make_idle(unit: FSDPModule) -> None:
+    state = unit._get_fsdp_state()
+    idle = type(state._training_state).IDLE
+    for part in (state, *_parameter_groups(unit)):
+        part._training_state = idle
+
+
+def _parameter_groups(unit: FSDPModule) -> list[Any]:
+    """`FSDPState._fsdp_param_groups`, since 2.13, and `_fsdp_param_group` before; no public spelling."""
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def forget_sharding(module: nn.Module) -> None:
+    """Drop torch's note that `module` is sharded, so that it can be sharded again.
+
+    `torch.distributed._composable_state`, since 2.0; waits for an inverse of `fully_shard`.
+    """
+    from torch.distributed import _composable_state
+
+    _composable_state._module_state_mapping.pop(module, None)
+
+
+def gather_around(holder: Any, method: str, unit: nn.Module) -> None:
+    """While ``holder.method`` runs, the parameters of `unit` are gathered.
+
+    `register_fsdp_forward_method` (public) does this for a method that nobody calls from within `forward`; ours may
+    be: a nested call must not free the parameters under its caller. `FSDPState._pre_forward`, since 2.4.
+    """
+    assert isinstance(unit, FSDPModule)
+    original = getattr(holder, method)
+    state = unit._get_fsdp_state()
+    idle = type(state._training_state).IDLE
+
+    @functools.wraps(original)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        if state._training_state != idle:
+            return original(*args, **kwargs)
+        args, kwargs = state._pre_forward(unit, args, kwargs)
+        versions = [gathered._version for _, gathered in gathered_parameters(unit)]
+        result = original(*args, **kwargs)
+        changed = [g._version for _, g in gathered_parameters(unit)] != versions
+        result = state._post_forward(unit, args, result)
+        if changed:
+            raise RuntimeError(
+                f"{method} writes into parameters while they are gathered, and the change would be lost. Write in a "
+                "hook, such as on_train_batch_end, where parameters are their shards, or use zero1_custom"
+            )
+        return result
+
+    setattr(holder, method, gathered)
+
+
+CAN_REDUCE_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether ranks can differ in what they use of a unit: since 2.13."""
+
+
+def reduce_unused_parameters(unit: nn.Module) -> bool:
+    """Let ranks that did not use a parameter of `unit` in a step take part in its reduction, with zeros.
+
+    `FSDPModule.set_reduce_scatter_unused_params`, since 2.13; before, such a step hangs and there is nothing to set.
+    Returns whether there is.
+    """
+    if not isinstance(unit, FSDPModule) or not CAN_REDUCE_UNUSED:
+        return False
+    unit.set_reduce_scatter_unused_params(True, recurse=False)
+    return True
+
+
+def gathered_parameters(unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of a parameter's shard and its gathered form, for those of `unit` that were gathered before.
+
+    `FSDPParam._unsharded_param`, since 2.4; no public spelling.
+    """
+    assert isinstance(unit, FSDPModule)
+    for group in _parameter_groups(unit):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                yield parameter.sharded_param, parameter._unsharded_param
+
+
+@contextlib.contextmanager
+def data_of_shards_set() -> Iterator[None]:
+    """In here, ``parameter.data = values`` changes the values of a DTensor, as it does those of a plain tensor.
+
+    Torch sets what is around the local tensor only, in all versions of the window, and says nothing: a teacher that is
+    an average of weights would stand still. `DTensor.data` is inherited from `Tensor`; there is nothing public to set.
+    """
+    if "data" in vars(DTensor):  # already so
+        yield
+        return
+    plain: Any = vars(torch._C.TensorBase)["data"]
+
+    def set_data(self: Any, values: Any) -> None:
+        is_alike = isinstance(values, DTensor) and values.shape == self.shape and values.dtype == self.dtype
+        if is_alike and values.device == self.device and values.device_mesh == self.device_mesh:
+            with torch.no_grad():
+                self.detach().copy_(values)
+        else:
+            plain.__set__(self, values)
+
+    DTensor.data = property(plain.__get__, set_data)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del DTensor.data
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class as its author wrote it: `fully_shard` puts "FSDP" in front, since 2.4."""
+    return type(module).__name__.removeprefix("FSDP") if isinstance(module, FSDPModule) else type(module).__name__
+
+
+@contextlib.contextmanager
+def unscaling_shards(scaler: torch.amp.GradScaler) -> Iterator[None]:
+    """While this is open, `scaler` unscales sharded and whole gradients together, and the ranks agree on the outcome.
+
+    Its own `_unscale_grads_`, since 1.6, gives both kinds to one operation, which takes no mixture.
+    """
+
+    def unscale(optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            if parameter.grad.dtype == torch.float16 and not allow_fp16:
+                raise ValueError("Attempting to unscale FP16 gradients.")
+            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            by_kind.setdefault((local.device, local.dtype), []).append(local)
+        found = {device: found_inf.to(device, copy=True) for device, _ in by_kind}
+        for (device, _), gradients in by_kind.items():
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found[device], inv_scale.to(device))
+        agreed = torch.stack([each.to(found_inf.device) for each in found.values()]).amax(0) if found else found_inf
+        if dist.is_initialized():
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        return {device: agreed.to(device) for device in found} or {found_inf.device: agreed}
+
+    scaler._unscale_grads_ = unscale  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del scaler._unscale_grads_

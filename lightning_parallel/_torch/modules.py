@@ -1,0 +1,60 @@
+"""Modules, their hooks and classes: private or version-dependent names of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@contextlib.contextmanager
+def initializer_replaced(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While this is open, `torch.nn.init.trunc_normal_` samples by ``replace(its own sampling)``.
+
+    Since 2.13 it samples by rejection, in a loop that looks at the values: not recordable operation by operation.
+    `torch.nn.init._no_grad_trunc_normal_`, since 1.3; there is no public way to note an initialisation.
+    """
+    original = nn.init._no_grad_trunc_normal_
+    nn.init._no_grad_trunc_normal_ = replace(original)
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original
+
+
+HOOK_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""Where `nn.Module` keeps its hooks: names stable since 2.0; there is no public way to list a module's hooks."""
+
+
+def subclass_like(cls: type[nn.Module], forward: Callable[..., Any] | functools.partialmethod[Any]) -> type[nn.Module]:
+    """A subclass of `cls` with another `forward` that reads and prints like `cls` itself."""
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def subclass_calling(cls: type[nn.Module], call: Callable[..., Any]) -> type[nn.Module]:
+    """A subclass of `cls` with another `__call__`, around all hooks, that reads and prints like `cls` itself."""
+    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def as_parameter(tensor: Tensor) -> Any:
+    """`tensor`, of a subclass, as a parameter of its module: the object itself and no detached copy.
+
+    `nn.Parameter` marks tensors of subclasses by `_is_param`, since 1.12.
+    """
+    tensor._is_param = True  # type: ignore[attr-defined]
+    return tensor

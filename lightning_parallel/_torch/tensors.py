@@ -1,0 +1,51 @@
+"""Tensors without storage, and tables of operations: private or version-dependent names of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _operations(*names: str) -> frozenset[Any]:
+    """The overloads of the operations that this torch has."""
+    found = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    return frozenset(getattr(packet, overload) for packet in found for overload in packet.overloads())
+
+
+MATRIX_PRODUCTS = _operations("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm")
+"""The operations of `torch.ops.aten` that linear maps end up in; there is no public list."""
+
+
+ATTENTIONS = _operations(
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_attention_math",
+    "_flex_attention",
+)
+"""The operations that scaled-dot-product attention ends up in."""
+
+
+def tensor_without_storage(cls: type[Any], meta: Tensor, device: torch.device) -> Any:
+    """A tensor of the subclass `cls` that looks like `meta` on `device` and holds no memory.
+
+    `Tensor._make_wrapper_subclass`, since 1.11; what torch's own subclasses use, no public spelling.
+    """
+    offset = int(meta.storage_offset())
+    make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    return make(cls, meta.shape, strides=meta.stride(), storage_offset=offset, dtype=meta.dtype, device=device)
+
+
+def follow_view(function: Any, args: Any, kwargs: Any) -> None:
+    """Change shape and strides of a tensor without storage as `function`, such as ``transpose_``, does in place.
+
+    `torch.Tag.inplace_view`, since 1.12, marks such operations; `torch._C._DisableTorchDispatch`, since 1.13, is what
+    torch's own subclasses use. No public spelling.
+    """
+    if torch.Tag.inplace_view in function.tags:
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            function(*args, **kwargs)

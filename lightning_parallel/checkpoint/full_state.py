@@ -1,0 +1,261 @@
+"""Whole, plain checkpoints: what one process would have written, from and to any strategy. Layer 2.
+
+The file is Lightning's own: a plain `state_dict`, and optimizer states keyed by the parameter's number. It loads in
+Lightning without this package and in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.optim import Optimizer
+
+from lightning_parallel.module.placeholders import is_placeholder
+from lightning_parallel.ranks.stage_owners import StageOwners, all_stage_owners, stage_owners_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def full_state_dict(trainer: Trainer) -> dict[str, Tensor]:
+    """The whole model as plain CPU tensors on rank 0, and ``{}`` on the other ranks. A collective: call it on all.
+
+    Keys, shapes and dtypes are those of the plain module's ``state_dict()``, buffers and tied names included. It works
+    under every strategy, in hooks, and after ``fit`` has returned.
+
+    Args:
+        trainer: A trainer that has a module.
+
+    Example:
+        >>> trainer.fit(module)
+        >>> weights = full_state_dict(trainer)
+        >>> if trainer.is_global_zero:
+        ...     torch.save(weights, "weights.pt")
+    """
+    return whole_state_dict(trainer.lightning_module, keep=trainer.is_global_zero, copy=True)
+
+
+@torch.no_grad()
+def whole(tensor: Tensor, owners: StageOwners | None = None) -> Tensor:
+    """The whole of `tensor` as a plain tensor in host memory, on every rank. A collective if it is sharded.
+
+    Args:
+        tensor: A parameter, buffer or optimizer state.
+        owners: Which stages hold it, where that is not noted on it.
+    """
+    owners = owners or stage_owners_of(tensor)
+    if owners is not None:
+        here = _whole_here(tensor) if owners.counts_here else torch.empty(tensor.shape, dtype=tensor.dtype)
+        return owners.from_owner(here)
+    return _whole_here(tensor)
+
+
+def take_buffers_of_stages(
+    module: nn.Module, owners_by_name: Mapping[str, StageOwners], host_group: ProcessGroup | None
+) -> None:
+    """Give every rank the buffers of all stages, in the sizes that they have now. A collective.
+
+    A step may have made some anew, and others that were not there before; the latter stay on the ranks of their stage.
+
+    Args:
+        module: The module.
+        owners_by_name: Name of a buffer -> the stages that hold it.
+        host_group: The ranks that share the stack, in host memory.
+    """
+    buffers = module.named_buffers(remove_duplicate=False)
+    own = {
+        name: buffer.shape for name, buffer in buffers if name in owners_by_name and owners_by_name[name].counts_here
+    }
+    shapes: list[Any] = [None] * dist.get_world_size(host_group)
+    dist.all_gather_object(shapes, own, group=host_group)
+    for name, shape in ((name, shape) for of_stage in shapes for name, shape in of_stage.items()):
+        path, _, attribute = name.rpartition(".")
+        table: dict[str, Any] = module.get_submodule(path)._buffers
+        if table[attribute].shape != shape:
+            table[attribute] = table[attribute].new_empty(shape)
+        table[attribute].copy_(whole(table[attribute], owners_by_name[name]))
+
+
+def _whole_here(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        # Offloaded shards lie in host memory, while their process group moves device memory.
+        on_device: Any = tensor.to(tensor.device_mesh.device_type)
+        placements = list(tensor.placements)
+        for dim in range(len(placements)):  # one axis after the other: what is cut twice was cut by the last axis first
+            placements[dim] = Replicate()
+            on_device = on_device.redistribute(placements=placements)
+        tensor = on_device.to_local()
+    return tensor.detach().cpu()
+
+
+def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False) -> dict[str, Any]:
+    """The plain module's ``state_dict()`` in host memory. A collective, one tensor at a time.
+
+    Args:
+        module: The module, sharded or not.
+        keep: Whether this rank wants the result; others get ``{}`` and hold one tensor at most.
+        copy: Whether to copy what is in host memory already.
+    """
+    first_names, owners_by_name = _first_names(module), all_stage_owners(module)
+    result: dict[str, Any] = {}
+    for name, value in module.state_dict().items():
+        if (first := first_names.get(name, name)) != name and (first in result or not keep):
+            if keep:
+                result[name] = result[first]  # tied weights stay one tensor, in memory and in the file
+            continue
+        gathered = whole(value, owners_by_name.get(name)) if isinstance(value, Tensor) else value
+        if keep:
+            result[name] = gathered.clone() if copy and _share_memory(gathered, value) else gathered
+    return result
+
+
+def whole_optimizer_state(optimizer: Optimizer, *, keep: bool, is_cut: bool = True) -> dict[str, Any]:
+    """The plain optimizer's ``state_dict()`` in host memory; ``{}`` where not `keep`. A collective.
+
+    Args:
+        optimizer: The optimizer.
+        keep: Whether this rank wants the result.
+        is_cut: Whether its parameters are cut as the module is now, and not whole since an earlier fit has ended.
+    """
+    state = optimizer.state_dict()
+    gathered = {}
+    for number, parameter in enumerate(_parameters(optimizer)):
+        entries = state["state"].get(number)
+        if is_cut and (owners := stage_owners_of(parameter)) is not None:
+            gathered[number] = _from_owner(entries, owners)
+        elif entries is not None:
+            gathered[number] = {name: _gathered(value, keep) for name, value in entries.items()}
+    gathered = {number: entries for number, entries in gathered.items() if entries is not None}
+    return {**state, "state": gathered} if keep else {}
+
+
+def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> None:
+    """Load a plain ``state_dict`` into `module`, sharded or not. Every rank has the whole dict; no collective.
+
+    Raises:
+        RuntimeError: torch's own, for keys and shapes that do not match.
+    """
+    targets = module.state_dict()
+    module.load_state_dict({key: _like(value, targets.get(key)) for key, value in state_dict.items()}, strict=strict)
+
+
+def load_whole_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a plain optimizer's ``state_dict()`` into `optimizer`, whose parameters may be sharded. No collective."""
+    parameters = _parameters(optimizer)
+    shards = {
+        number: {name: _like_state(value, parameters[number]) for name, value in entries.items()}
+        for number, entries in state["state"].items()
+        if not is_placeholder(parameters[number])
+    }
+    optimizer.load_state_dict({**state, "state": shards})
+
+
+def make_optimizer_whole(optimizer: Optimizer, own: Mapping[Tensor, Tensor]) -> None:
+    """Give `optimizer` the module's plain parameters back, with whole state. A collective.
+
+    Args:
+        optimizer: Changed in place: the object, its groups and its schedulers are kept.
+        own: What stood in a parameter's place -> the module's own parameter (`Snapshot.restore`).
+    """
+
+    def whole_state(state: dict[str, Any] | None, old: Tensor, new: Tensor) -> dict[str, Any] | None:
+        if (owners := stage_owners_of(old)) is not None:
+            return _from_owner(state, owners)
+        return None if state is None else _whole_entries(state)
+
+    _replace_parameters(optimizer, own, whole_state)
+
+
+def make_optimizer_sharded(optimizer: Optimizer, sharded: Mapping[Tensor, Tensor]) -> None:
+    """Give `optimizer` what stands in the place of the module's own parameters, with its state cut alike.
+
+    Optimizers that were made before the module was sharded hold parameters that nobody uses any more: those of
+    LightningCLI, and those made in a module's `__init__`.
+
+    Args:
+        optimizer: Changed in place: the object, its groups and its schedulers are kept.
+        sharded: The module's own parameter -> what stands in its place.
+    """
+
+    def sharded_state(state: dict[str, Any] | None, old: Tensor, new: Tensor) -> dict[str, Any] | None:
+        return None if state is None else {name: _like_state(value, new) for name, value in state.items()}
+
+    _replace_parameters(optimizer, sharded, sharded_state)
+
+
+def _replace_parameters(
+    optimizer: Optimizer,
+    replacement: Mapping[Tensor, Tensor],
+    convert: Callable[[dict[str, Any] | None, Tensor, Tensor], dict[str, Any] | None],
+) -> None:
+    """Put others in the place of parameters; `convert` makes their state from the state, the old and the new one."""
+    for group in optimizer.param_groups:
+        for index, old in enumerate(group["params"]):
+            group["params"][index] = new = replacement.get(old, old)
+            state = convert(optimizer.state.pop(old, None), old, new)
+            if state is not None and not is_placeholder(new):
+                optimizer.state[new] = state
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _from_owner(entries: Mapping[str, Any] | None, owners: StageOwners) -> dict[str, Any] | None:
+    """The whole optimizer state of a parameter, from the stage that owns it. A collective of the pipeline."""
+    if not owners.counts_here or entries is None:
+        return owners.object_from_owner(None)  # type: ignore[no-any-return]
+    return owners.object_from_owner(_whole_entries(entries))  # type: ignore[no-any-return]
+
+
+def _whole_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _whole_here(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Name of a parameter -> the first of its names: one gather for tied weights, decided alike on all ranks."""
+    first: dict[Tensor, str] = {}
+    return {name: first.setdefault(p, name) for name, p in module.named_parameters(remove_duplicate=False)}
+
+
+def _share_memory(gathered: Any, value: Any) -> bool:
+    """Whether gathering made no copy: the tensor is plain and on the host, or sharded over a single rank."""
+    if not isinstance(value, Tensor) or is_placeholder(value):
+        return False
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return bool(gathered.untyped_storage().data_ptr() == local.untyped_storage().data_ptr())
+
+
+def _gathered(value: Any, keep: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    gathered = whole(value)
+    return gathered if keep else None
+
+
+def _like(value: Any, target: Any) -> Any:
+    if not isinstance(target, DTensor) or not isinstance(value, Tensor) or value.shape != target.shape:
+        return value
+    return _sharded(value, target, target.placements)
+
+
+def _like_state(value: Any, parameter: Tensor) -> Any:
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    # Factored moments have other shapes than the parameter; torch makes those whole on every rank.
+    same = value.shape == parameter.shape
+    placements = parameter.placements if same else [Replicate()] * parameter.device_mesh.ndim
+    return _sharded(value, parameter, placements)
+
+
+def _sharded(value: Tensor, target: DTensor, placements: Any) -> Tensor:
+    # Without a source rank, every rank cuts its shard out of its own copy: no communication.
+    on_device = value.detach().to(target.device_mesh.device_type)
+    shard = distribute_tensor(on_device, target.device_mesh, placements, src_data_rank=None)
+    return shard.to(target.device)

@@ -1,0 +1,211 @@
+"""Find the stack(s) of repeated layers in an unchanged module, and describe them once. Layer 1.
+
+Nearly every model is a prologue (embeddings), a stack of repeated layers, and an epilogue (norm, head). Every
+technique is a transformation of that description: sharding takes a layer as its unit, a pipeline cuts the stack.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_parallel.errors import check
+
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+LARGE_UNIT_NUMEL = 2**24
+"""Outside a stack, a submodule of at least this many parameters is a unit of its own: 64 MiB in fp32, where the time of
+a collective is that of its bytes and no longer that of its start."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A container whose children are repeated layers.
+
+    Args:
+        path: The container's path in the module, such as ``"model.layers"``.
+        layers: The layers' paths, in order.
+        layer_type: The layers' class name, or several joined by ``|``.
+        numel: The number of elements of all their parameters, each counted once.
+    """
+
+    path: str
+    layers: tuple[str, ...]
+    layer_type: str
+    numel: int
+
+
+@dataclass(frozen=True)
+class ModuleStructure:
+    """What `find_layers` found; holds paths, not modules.
+
+    Args:
+        stacks: The stacks in order of registration; empty if the module has none.
+        prologue: Modules with parameters before the first stack, in order of registration.
+        between: Such modules between stacks.
+        epilogue: Such modules after the last stack.
+        large: Submodules outside the stacks that are large enough to be a unit of their own.
+        shared: Path of a layer or large submodule -> path of a parameter outside it with which it shares memory.
+        numel: The number of elements of all parameters, each counted once.
+    """
+
+    stacks: tuple[Stack, ...]
+    prologue: tuple[str, ...]
+    between: tuple[str, ...]
+    epilogue: tuple[str, ...]
+    large: tuple[str, ...]
+    shared: dict[str, str]
+    numel: int
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The paths of the layers of all stacks, in order."""
+        return tuple(layer for stack in self.stacks for layer in stack.layers)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Layers and large submodules that share no parameter with the rest: what can be sharded by itself."""
+        return tuple(path for path in (*self.layers, *self.large) if path not in self.shared)
+
+    def explain(self) -> str:
+        """A text for people: what was found, and what follows from it."""
+        lines = [f"{self.numel:,} parameters"]
+        for stack in self.stacks:
+            each = stack.numel // len(stack.layers)
+            lines.append(f"stack {stack.path}: {len(stack.layers)} x {stack.layer_type}, {each:,} parameters each")
+        if not self.stacks:
+            lines.append(
+                "no stack of repeated layers; name one with layers='path.to.the.list' if there is one "
+                "(a ModuleList or Sequential)"
+            )
+        for title in ("prologue", "between", "epilogue"):
+            if paths := getattr(self, title):
+                lines.append(f"{title}: {', '.join(paths)}")
+        lines.extend(f"large submodule: {path}" for path in self.large)
+        lines.extend(f"{path} is no unit of its own: it shares {name}" for path, name in self.shared.items())
+        return "\n".join(lines)
+
+
+def find_layers(module: nn.Module, layers: str | Sequence[str] | None = None) -> ModuleStructure:
+    """Describe the layer stacks of `module`, which is not changed.
+
+    A stack is the outermost container (`ModuleList`, `Sequential`, `ModuleDict`) of at least two children of one class
+    that have children and parameters themselves.
+
+    Args:
+        module: Any module.
+        layers: The path or paths of the stacks, where the search should not decide; ``[]`` for none.
+
+    Raises:
+        ConfigurationError: For a path in `layers` that does not exist or is not a container of modules.
+
+    Example:
+        >>> print(find_layers(nn.Transformer()).explain())
+    """
+    paths = [layers] if isinstance(layers, str) else list(layers or ())
+    check(layers_violations(module, layers))
+    stacks = tuple(_describe(module, path) for path in (_search(module) if layers is None else paths))
+    inside = [layer for stack in stacks for layer in stack.layers]
+    outside = [path for path in _parametrised_leaves(module) if not _is_below(path, inside)]
+    order = {path: index for index, (path, _) in enumerate(module.named_modules(remove_duplicate=False))}
+    first = min((order[stack.path] for stack in stacks), default=len(order))
+    last = max((order[stack.path] for stack in stacks), default=len(order))
+    large = tuple(path for path in _large(module, "") if not _is_below(path, inside))
+    return ModuleStructure(
+        stacks=stacks,
+        prologue=tuple(path for path in outside if order[path] < first),
+        between=tuple(path for path in outside if first <= order[path] <= last),
+        epilogue=tuple(path for path in outside if order[path] > last),
+        large=large,
+        shared=_shared_with_outside(module, [*inside, *large]),
+        numel=_numel(module),
+    )
+
+
+def layers_violations(module: nn.Module, layers: str | Sequence[str] | None) -> list[str]:
+    """Why the paths in `layers` cannot be the stacks of `module`; empty if they can."""
+    found = []
+    modules = dict(module.named_modules(remove_duplicate=False))
+    containers = [path for path, child in modules.items() if isinstance(child, CONTAINERS)]
+    for path in [layers] if isinstance(layers, str) else list(layers or ()):
+        if path not in modules:
+            near = difflib.get_close_matches(path, containers, n=3, cutoff=0.3) or containers[:8]
+            found.append(
+                f"layers={path!r} does not exist in {type(module).__name__}; its containers of modules: "
+                f"{', '.join(near) or 'none'}"
+            )
+        elif not isinstance(modules[path], CONTAINERS) or not len(list(modules[path].children())):
+            found.append(
+                f"layers={path!r} is a {type(modules[path]).__name__}, not a ModuleList, Sequential or ModuleDict "
+                f"with layers in it; its containers of modules: {', '.join(containers[:8]) or 'none'}"
+            )
+    return found
+
+
+def _search(module: nn.Module, path: str = "") -> Iterator[str]:
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        if _is_stack(child):
+            yield child_path
+        else:
+            yield from _search(child, child_path)
+
+
+def _is_stack(module: nn.Module) -> bool:
+    children = list(module.children())
+    if not isinstance(module, CONTAINERS) or len(module) < 2 or len({type(child) for child in children}) != 1:
+        return False
+    # A list of bare linear maps or embeddings is no stack: code reads the weights of such modules directly.
+    return all(_has_parameters(child) and any(True for _ in child.children()) for child in children)
+
+
+def _describe(module: nn.Module, path: str) -> Stack:
+    container = module.get_submodule(path)
+    names = [name for name, child in container._modules.items() if child is not None]
+    types = dict.fromkeys(type(container.get_submodule(name)).__name__ for name in names)
+    return Stack(path, tuple(f"{path}.{name}" for name in names), "|".join(types), _numel(container))
+
+
+def _parametrised_leaves(module: nn.Module) -> list[str]:
+    return [
+        path for path, child in module.named_modules() if path and any(True for _ in child.parameters(recurse=False))
+    ]
+
+
+def _large(module: nn.Module, path: str) -> list[str]:
+    """The smallest submodules with a `forward` and submodules of their own that reach the size of a unit."""
+    found = []
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        below = _large(child, child_path)
+        is_callable = not isinstance(child, nn.ModuleList | nn.ModuleDict) and any(True for _ in child.children())
+        found += below or ([child_path] if is_callable and _numel(child) >= LARGE_UNIT_NUMEL else [])
+    return found
+
+
+def _shared_with_outside(module: nn.Module, paths: Sequence[str]) -> dict[str, str]:
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    found: dict[str, str] = {}
+    for aliases in names.values():
+        for path in paths if len(aliases) > 1 else ():
+            outside = [alias for alias in aliases if not _is_below(alias, [path])]
+            if outside and len(outside) < len(aliases):
+                found.setdefault(path, outside[0])
+    return found
+
+
+def _is_below(path: str, ancestors: Sequence[str]) -> bool:
+    return any(path == ancestor or path.startswith(f"{ancestor}.") for ancestor in ancestors)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

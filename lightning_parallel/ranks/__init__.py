@@ -1,0 +1,1 @@
+"""The ranks: how many there are on each axis, their mesh, and what they send to each other."""

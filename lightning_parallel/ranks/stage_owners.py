@@ -1,0 +1,85 @@
+"""Which ranks of a pipeline hold a parameter or buffer: tags on the parameters of a module whose stack is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+_OWNERS = "_lightning_parallel_owners"
+_ALL_OWNERS = "_lightning_parallel_all_owners"
+
+
+@dataclass(frozen=True, eq=False)
+class StageOwners:
+    """The ranks of a pipeline that hold a parameter or buffer.
+
+    Args:
+        ranks: Places on the pipeline axis; the first is the owner, whose value counts.
+        group: The ranks of the pipeline.
+        host_group: The same, for host memory.
+    """
+
+    ranks: tuple[int, ...]
+    group: ProcessGroup
+    host_group: ProcessGroup
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank holds it."""
+        return self.group.rank() in self.ranks
+
+    @property
+    def counts_here(self) -> bool:
+        """Whether it is this rank that counts it, where each is to count once."""
+        return self.group.rank() == self.ranks[0]
+
+    def from_owner(self, value: Tensor) -> Tensor:
+        """The owner's `value`, a tensor in host memory, on all ranks of the pipeline. A collective.
+
+        Args:
+            value: Where this rank is not the owner, anything of the same shape and dtype.
+        """
+        received = value.contiguous() if self.counts_here else torch.empty(value.shape, dtype=value.dtype)
+        dist.broadcast(received, group=self.host_group, group_src=self.ranks[0])
+        return received
+
+    def object_from_owner(self, value: Any) -> Any:
+        """The owner's `value` on all ranks of the pipeline. A collective."""
+        return broadcast_object(value, self.ranks[0], self.host_group)
+
+
+def broadcast_object(value: Any, source: int, group: ProcessGroup) -> Any:
+    """The value that rank `source` of `group` gives, on all of its ranks. A collective."""
+    box = [value if group.rank() == source else None]
+    dist.broadcast_object_list(box, group=group, group_src=source)
+    return box[0]
+
+
+def tag_owners(module: nn.Module, owners_by_name: Mapping[str, StageOwners]) -> None:
+    """Note on the parameters of `module`, and on itself, which ranks hold what: by name, buffers included."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        setattr(parameter, _OWNERS, owners_by_name[name])
+    module.__dict__[_ALL_OWNERS] = dict(owners_by_name)
+
+
+def untag_owners(module: nn.Module) -> None:
+    """Take the notes off the parameters of a `module` that every rank has whole again."""
+    for parameter in module.parameters():
+        vars(parameter).pop(_OWNERS, None)
+
+
+def stage_owners_of(parameter: Tensor) -> StageOwners | None:
+    """Which ranks of a pipeline hold `parameter`; ``None`` without a pipeline."""
+    return getattr(parameter, _OWNERS, None)
+
+
+def all_stage_owners(module: nn.Module) -> Mapping[str, StageOwners]:
+    """Name of a parameter or buffer -> which ranks of a pipeline hold it; empty without a pipeline."""
+    found: Mapping[str, StageOwners] = module.__dict__.get(_ALL_OWNERS, {})
+    return found

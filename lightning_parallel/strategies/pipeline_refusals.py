@@ -1,0 +1,99 @@
+"""Why a module or a combination of options cannot be pipelined: every reason at once, before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_parallel.module.layer_stacks import find_layers
+from lightning_parallel.parallelize import Parallelized
+from lightning_parallel.ranks.degrees import Degrees
+from lightning_parallel.techniques.pipeline.placement import Placement
+from lightning_parallel.techniques.pipeline.stage_plan import balanced
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+
+def pipelining_violations(
+    degrees: Degrees, *, offload: str, updates_in_backward: bool, forward_methods: Sequence[str]
+) -> list[str]:
+    """Options that do not go with a pipeline."""
+    start = f"pipeline={degrees.pipeline}"
+    found = []
+    if offload == "all":
+        found.append(f"{start} with offload='all': stages sum gradients on the device; give offload='optimizer'")
+    if updates_in_backward:
+        found.append(
+            f"{start} with optimizer_in_backward=True: a gradient is complete only after the last of several "
+            "microbatches; give one of the two"
+        )
+    if forward_methods:
+        found.append(
+            f"{start} with forward_methods={list(forward_methods)}: outside of a step no rank can run all layers; call "
+            "such methods after fit has returned, where the module is whole"
+        )
+    return found
+
+
+def pipelined_module_violations(module: LightningModule) -> list[str]:
+    """Reasons that lie in the module."""
+    found = []
+    if not module.automatic_optimization:
+        found.append(
+            f"{type(module).__name__} optimizes manually, inside of training_step; a pipeline runs that step once for "
+            "each microbatch and stage. Give automatic_optimization=True, or pipeline=1"
+        )
+    code = getattr(type(module).configure_gradient_clipping, "__code__", None)
+    calls_lightning = {"clip_gradients", "configure_gradient_clipping"} & set(getattr(code, "co_names", ()))
+    if is_overridden("configure_gradient_clipping", module) and not calls_lightning:
+        found.append(
+            f"{type(module).__name__}.configure_gradient_clipping does not call self.clip_gradients; under a pipeline "
+            "a rank has the gradients of its own layers only, so a norm that it takes by itself is not that of all. "
+            "Call self.clip_gradients(optimizer, gradient_clip_val=...)"
+        )
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_overridden(name, module) and "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
+            found.append(f"{name} takes the dataloader's iterator, so there is no batch that a pipeline could cut")
+    return found
+
+
+def hooked_layers_violations(module: LightningModule, layers: str | Sequence[str] | None) -> list[str]:
+    """Hooks of the user's on layers of the stack: those of layers on other stages would not run."""
+    hooked = [
+        path
+        for path in find_layers(module, layers).layers
+        for hook in module.get_submodule(path)._forward_hooks.values()
+        if not getattr(hook, "__module__", "").startswith("transformers.")  # these collect on demand only
+    ]
+    if not hooked:
+        return []
+    return [
+        f"{hooked[0]} has a forward hook, which under a pipeline only the ranks of its stage would run; take it off, "
+        "or give pipeline=1"
+    ]
+
+
+def misplaced_violations(
+    module: LightningModule, parallelized: Parallelized, placement: Placement, *, is_too_large: bool
+) -> list[str]:
+    """Why parameters that are used elsewhere than their registration says cannot be moved; empty if they can."""
+    if not is_too_large:
+        return []
+    assert parallelized.cut is not None
+    before = parallelized.cut.placement.positions
+    names = [name for name, where in placement.positions.items() if where != before[name]]
+    if not names and placement.costs is not None:
+        stages = list(balanced(placement.costs, parallelized.cut.plan.num_stages))
+        return [
+            f"stages='time' needs the whole module on a rank once, and {type(module).__name__} is too large for that; "
+            f"give what was measured, stages={stages}, or 'auto'"
+        ]
+    return [
+        f"{type(module).__name__} registers {len(names)} parameters on the other side of the layer stack than where a "
+        f"step uses them ({', '.join(names[:4])}), and it is too large to be put together and cut again; register them "
+        "in the order in which they are used"
+    ]

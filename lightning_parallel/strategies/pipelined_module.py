@@ -1,0 +1,320 @@
+"""Run Lightning's steps through a pipeline: what a step returns and logs is that of the whole batch, on every rank."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_parallel import _torch
+from lightning_parallel.errors import check
+from lightning_parallel.module.placeholders import name_sources, placeholders_in
+from lightning_parallel.parallelize import Parallelized
+from lightning_parallel.ranks.random_streams import RandomState, seed_generators, seed_of_part
+from lightning_parallel.ranks.stage_owners import broadcast_object
+from lightning_parallel.steps import PipelinedSteps
+from lightning_parallel.strategies.step_logs import StepLogs
+from lightning_parallel.strategies.step_metrics import StepMetrics
+from lightning_parallel.techniques.pipeline.execution import Execution, Passed, evaluation_actions, training_actions
+from lightning_parallel.techniques.pipeline.gradients import GradientsOfStep
+from lightning_parallel.techniques.pipeline.layer_router import StageExit
+from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch, merge_outputs
+from lightning_parallel.techniques.pipeline.placement import Placement, Positions, corrected, trace_positions
+from lightning_parallel.techniques.pipeline.shape_inference import unchanged
+from lightning_parallel.techniques.pipeline.stage_plan import StepCosts, balanced
+from lightning_parallel.techniques.pipeline.timing import ROUNDS, StepClock, is_worth_moving
+from lightning_parallel.techniques.sharding import gather_while_running
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+TRAINING = "training_step"
+_TIMES = "the time of layers"
+
+
+class PipelinedModule:
+    """Stands in for the step methods of a module whose stack is cut, until `detach`.
+
+    Args:
+        module: The module.
+        parallelized: How it is cut.
+        steps: What happens around its steps.
+        device: This rank's device.
+        loss_scale: By what losses are multiplied before backward.
+        place_again: Takes what a look at a step has shown, if the module has to be cut anew; it replaces this object.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        parallelized: Parallelized,
+        steps: PipelinedSteps,
+        *,
+        device: torch.device,
+        loss_scale: Callable[[], float],
+        place_again: Callable[[Placement], PipelinedModule],
+    ) -> None:
+        assert parallelized.cut is not None
+        self._module = module
+        self._cut = parallelized.cut
+        self._all_ranks = parallelized.mesh.host_group
+        self._steps = steps
+        self._device = device
+        self._loss_scale = loss_scale
+        self._place_again = place_again
+        self._rank = self._cut.group.rank()
+        self._last_rank = self._cut.plan.rank_of(self._cut.plan.last)
+        self._looked_at: set[str] = set()
+        self._usual_size: int | None = None
+        self._num_evaluated = 0
+        self._own: dict[str, Any] = {}
+        self._microsteps: dict[str, _Microstep] = {}
+
+    def attach(self, names: list[str], looked_at: set[str] | None = None) -> None:
+        """Stand in for the step methods `names`, of which those in `looked_at` need no second look."""
+        self._looked_at = looked_at or set()
+        for name in names:
+            self._own[name] = self._module.__dict__.get(name)
+            microstep = _Microstep(getattr(self._module, name), self._cut.router.check_end)
+            gather_while_running(microstep, "run", self._module)
+            self._microsteps[name] = microstep
+            # Lightning looks at the signature to decide what to pass.
+            run = functools.update_wrapper(functools.partial(self.run, name), microstep.step)
+            self._module.__dict__[name] = run
+
+    def detach(self) -> set[str]:
+        """Give the module its own methods back; returns what was looked at."""
+        for name, own in self._own.items():
+            self._module.__dict__.pop(name, None)
+            if own is not None:
+                self._module.__dict__[name] = own
+        return self._looked_at
+
+    def run(self, name: str, batch: Any, *args: Any) -> Any:
+        """The step `name` on a whole batch. A collective of the pipeline."""
+        size = batch_size_of(batch)
+        count = self._count(name, size)
+        parts = cut_batch(batch, size, count)
+        if (placement := self._better_placement(name, parts[0], args)) is not None:
+            return self._place_again(placement).run(name, batch, *args)
+        if name == TRAINING:
+            seed = _next_seed()
+            with _unchanged_numbers(self._device):
+                return self._train(parts, args, seed, size // count)
+        # One process draws nothing in most evaluations, and the next epoch is shuffled by what comes next.
+        with _unchanged_numbers(self._device):
+            self._num_evaluated += 1
+            seed = seed_of_part(_next_seed(), self._num_evaluated << 20)
+            return self._evaluate(name, parts, args, seed, size // count)
+
+    def _count(self, name: str, size: int) -> int:
+        policy, num_ranks = self._cut.policy, self._cut.plan.num_ranks
+        if name != TRAINING:
+            return policy.any_microbatches(size, num_ranks)
+        self._usual_size = max(self._usual_size or 0, size)
+        if size < self._usual_size:  # the rest of an epoch: idling once is better than an error
+            return policy.any_microbatches(size, num_ranks)
+        return policy.training_microbatches(size, num_ranks)
+
+    # Both kinds of steps ----------------------------------------------------------------------------------------
+
+    def _train(self, parts: list[Any], args: Any, seed: int, part_size: int) -> Any:
+        scale = self._loss_scale()
+
+        def loss_of(output: Any) -> Tensor:
+            return _loss_in(output) * (scale / len(parts))
+
+        with GradientsOfStep([p for p in self._module.parameters() if p.requires_grad]) as gradients:
+            actions = training_actions(self._cut.policy, self._cut.plan, len(parts), self._rank)
+            output = self._execute(TRAINING, actions, parts, args, seed, part_size, loss_of)
+            self._steps.after_microbatches()
+        loss = gradients.attached_to(_loss_in(output), scale=scale)
+        return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+    def _evaluate(self, name: str, parts: list[Any], args: Any, seed: int, part_size: int) -> Any:
+        actions = evaluation_actions(self._cut.plan, len(parts), self._rank)
+        return self._execute(name, actions, parts, args, seed, part_size, None)
+
+    def _execute(
+        self,
+        name: str,
+        actions: Any,
+        parts: list[Any],
+        args: Any,
+        seed: int,
+        part_size: int,
+        loss_of: Callable[[Any], Tensor] | None,
+    ) -> Any:
+        logs, metrics = StepLogs(self._module), StepMetrics(self._module)
+        outputs: dict[int, Any] = {}
+
+        def forward(stage: int, microbatch: int, received: Passed | None) -> Passed | None:
+            own_seed = seed_of_part(seed, microbatch)
+            _draw_from(own_seed)
+            with (
+                logs.of(microbatch),
+                _torch.attention.slow_attention(),
+                self._cut.router.open(name, stage, received, own_seed),
+            ):
+                torch.clear_autocast_cache()
+                output = self._microsteps[name].run(parts[microbatch], *args)
+            if stage != self._cut.plan.last:
+                return output  # type: ignore[no-any-return]
+            check(_foreign(output, logs))
+            outputs[microbatch] = tree_map(_detached, output)
+            return (loss_of(output),) if loss_of is not None else None
+
+        self._execution(name, forward).run(actions)
+        return self._share([outputs[index] for index in sorted(outputs)], logs, metrics, part_size)
+
+    def _execution(self, name: str, forward: Callable[[int, int, Passed | None], Passed | None]) -> Execution:
+        return Execution(
+            self._cut.plan,
+            group=self._cut.group,
+            host_group=self._cut.host_group,
+            device=self._device,
+            forward=forward,
+            num_passed=functools.partial(self._cut.router.num_passed, name),
+            before_backward=self._steps.before_microbatch_backward,
+        )
+
+    def _share(self, outputs: list[Any], logs: StepLogs, metrics: StepMetrics, part_size: int) -> Any:
+        """The output of the whole batch on all ranks, and its logs replayed there. A collective of the pipeline."""
+        own = merge_outputs(outputs, part_size) if outputs else None
+        message = (tree_map(_on_host, own), logs.collected(), metrics.updated()) if outputs else None
+        output, records, updated = broadcast_object(message, self._last_rank, self._cut.host_group)
+        if not outputs:
+            metrics.follow(updated)
+        logs.replay(records, self._device)
+        if outputs:
+            return own
+        return tree_map(lambda value: value.to(self._device) if isinstance(value, Tensor) else value, output)
+
+    # How the module is to be cut --------------------------------------------------------------------------------
+
+    def _better_placement(self, name: str, part: Any, args: Any) -> Placement | None:
+        """What a first look at the step shows, if the module has to be cut anew for it. A collective."""
+        if name not in self._looked_at:
+            self._looked_at.add(name)
+            if (positions := self._misplaced(name, part, args)) is not None:
+                return Placement(positions, self._cut.placement.costs, self._cut.router.beside)
+        if name == TRAINING and self._cut.policy.stages == "time" and _TIMES not in self._looked_at:
+            self._looked_at.add(_TIMES)
+            costs, plan = self._measured(part, args), self._cut.plan
+            if is_worth_moving(costs, plan.counts, balanced(costs, plan.num_stages)):
+                return Placement(self._cut.placement.positions, costs, self._cut.router.beside)
+        return None
+
+    def _misplaced(self, name: str, part: Any, args: Any) -> Positions | None:
+        """Where parameters are used, unless each stage has what it uses already."""
+        with _unchanged_numbers(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention():
+            traced = trace_positions(self._module, self._cut.router, name, lambda: self._traced_step(name, part, args))
+        return corrected(self._cut.placement.positions, traced, self._cut.plan, is_first=len(self._looked_at) == 1)
+
+    def _traced_step(self, name: str, part: Any, args: Any) -> None:
+        output = self._microsteps[name].step(part, *args)
+        if name == TRAINING:
+            _loss_in(output)
+
+    def _measured(self, part: Any, args: Any) -> StepCosts:
+        """What layers take in a training step on a microbatch, without backward. A collective."""
+        clock = StepClock(self._cut.plan, self._device)
+
+        def forward(stage: int, microbatch: int, received: Passed | None) -> Passed | None:
+            torch.clear_autocast_cache()
+            with clock.of_stage(stage), self._cut.router.open(TRAINING, stage, received, clock=clock):
+                output = self._microsteps[TRAINING].run(part, *args)
+            return output if stage != self._cut.plan.last else None
+
+        with (
+            _unchanged_numbers(self._device),
+            unchanged(self._module),
+            torch.no_grad(),
+            _torch.attention.slow_attention(),
+        ):
+            for _ in range(ROUNDS):
+                with StepLogs(self._module).of(0):
+                    self._execution(TRAINING, forward).run(evaluation_actions(self._cut.plan, 1, self._rank))
+        return clock.costs(self._all_ranks)
+
+
+def loss_scale(precision: Precision) -> float:
+    """By what `precision` multiplies losses before backward."""
+    scaler = getattr(precision, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None else 1.0
+
+
+def _loss_in(output: Any) -> Tensor:
+    loss: Any = output.get("loss") if isinstance(output, dict) else output
+    check([] if isinstance(loss, Tensor) else [_NO_LOSS.format(type(loss).__name__)])
+    return loss  # type: ignore[no-any-return]
+
+
+class _Microstep:
+    """A step method on a microbatch; left by a stage that is not the last one."""
+
+    def __init__(self, step: Callable[..., Any], check_end: Callable[[], None]) -> None:
+        self.step = step
+        self._check_end = check_end
+
+    def run(self, *args: Any) -> Any:
+        try:
+            output = self.step(*args)
+        except StageExit as exit_:
+            return exit_.passed
+        self._check_end()
+        return output
+
+
+def _next_seed() -> int:
+    """A number that all ranks of a pipeline draw alike."""
+    return int(torch.randint(2**62, ()))
+
+
+@contextmanager
+def _unchanged_numbers(device: torch.device) -> Iterator[None]:
+    """What is drawn in here leaves the random numbers outside as they are."""
+    state = RandomState.take(device)
+    try:
+        yield
+    finally:
+        state.restore(device)
+
+
+def _draw_from(seed: int) -> None:
+    seed_generators(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _foreign(output: Any, logs: StepLogs) -> list[str]:
+    placeholders = [*placeholders_in(output), *logs.placeholders()]
+    if not placeholders:
+        return []
+    return [
+        "what the step returns or logs depends on something that only another pipeline stage computes (with "
+        f"{name_sources(placeholders) or 'other layers'}): only what the first layer of a stage is given passes "
+        "from stage to stage. Leave it out, or give pipeline=1"
+    ]
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+_NO_LOSS = (
+    "training_step returns {} for a microbatch, but a pipeline needs a loss in each: a step cannot be skipped in the "
+    "middle. Return a tensor or a dict with 'loss', or give pipeline=1"
+)

@@ -1,0 +1,110 @@
+"""Deferred initialisation: record how a module makes its weights, and replay it tensor by tensor. Layer 2.
+
+`configure_model` runs with every new tensor on the meta device, where it takes no memory, while the operations that
+would have filled it are noted. After sharding they run for real, in the same order and from the same state of the
+random number generator, so that the numbers are those of an eager build; each tensor is cut into shards and freed as
+soon as its last operation is done. A rank holds its shards and little more than one whole tensor at a time.
+
+What cannot be recorded (values that steer the construction and are random, tensors kept where nobody finds them) is
+built eagerly instead, from the same random state. The idea is that of torchdistX's deferred initialisation.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.techniques.deferred_init.record import HostInsteadOfMeta, InitRecord, NotRecordableError
+
+
+class Deferral:
+    """Lets `configure_model` of a LightningModule be recorded, for as long as it is attached.
+
+    Args:
+        to_meta: Whether to record; otherwise, and where it cannot be recorded, the module is built eagerly, and also
+            where it asks for the meta device itself.
+        tell: Takes a sentence for the user.
+    """
+
+    def __init__(self, *, to_meta: bool, tell: Callable[[str], None]) -> None:
+        self.record: InitRecord | None = None
+        self._to_meta = to_meta
+        self._tell = tell
+        self._module: nn.Module | None = None
+
+    def attach(self, module: nn.Module) -> None:
+        """Stand in for ``module.configure_model`` until `detach`."""
+        self.record = None
+        original: Any = module.configure_model
+
+        @functools.wraps(original)
+        def configure_model() -> None:
+            if self._to_meta:
+                self._build_deferred(module, original)
+            else:
+                with HostInsteadOfMeta():
+                    original()
+
+        self._module = module
+        module.__dict__["configure_model"] = configure_model
+
+    def detach(self) -> None:
+        """Give the module its own method back; what was recorded is forgotten."""
+        if self._module is not None:
+            self._module.__dict__.pop("configure_model", None)
+        self._module = self.record = None
+
+    def _build_deferred(self, module: nn.Module, build: Callable[[], None]) -> None:
+        before, states = _contents(module), _random_states()
+        record = InitRecord()
+        try:
+            with record:
+                build()
+            record.finish(module)
+        except Exception as error:
+            _set_contents(module, before)
+            _set_random_states(states)
+            reason = f"{error}" if isinstance(error, NotRecordableError) else f"{type(error).__name__}: {error}"
+            with HostInsteadOfMeta():
+                build()  # if this is the user's own error, it comes again
+            self._tell(f"configure_model is not deferred, so each rank builds the whole module first ({reason})")
+        else:
+            self.record = record
+
+
+def unrecorded_meta_tensors(module: nn.Module, record: InitRecord | None) -> list[str]:
+    """Names of parameters and buffers on the meta device of which nobody knows how to make them."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [name for name, tensor in named if tensor.is_meta and (record is None or not record.knows(tensor))]
+
+
+_Contents = dict[nn.Module, tuple[dict[str, Any], dict[str, dict[str, Any]]]]
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def _contents(module: nn.Module) -> _Contents:
+    """What hangs on each submodule, so that an attempt to build can be undone."""
+    return {m: (dict(vars(m)), {table: dict(getattr(m, table)) for table in _TABLES}) for m in module.modules()}
+
+
+def _set_contents(module: nn.Module, contents: _Contents) -> None:
+    for submodule, (attributes, tables) in contents.items():
+        submodule.__dict__.clear()
+        submodule.__dict__.update(attributes)
+        for table, entries in tables.items():
+            getattr(submodule, table).clear()
+            getattr(submodule, table).update(entries)
+
+
+def _random_states() -> tuple[Tensor, Any]:
+    return torch.get_rng_state(), random.getstate()
+
+
+def _set_random_states(states: tuple[Tensor, Any]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])

@@ -1,0 +1,335 @@
+"""How a step runs through the stack where only some of its layers are here. Layer 2.
+
+A stage runs the user's own step. Layers of earlier stages hand on a ghost; the first layer of this stage takes what was
+received in the place of its first argument; when the first layer of the next stage is called, the step is left with
+that argument. So whatever code there is between layers runs where the layer before it ran. What else that layer is
+given that was computed with parameters passes, too, and stands from then on for the ghost that the user's code has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_parallel import _torch
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.module.hidden_states import hidden_in, with_hidden
+from lightning_parallel.module.placeholders import (
+    Placeholder,
+    Watch,
+    is_placeholder,
+    name_sources,
+    placeholder_like,
+    placeholders_in,
+    placeholders_in_place,
+)
+from lightning_parallel.ranks.random_streams import drawing_from, seed_of_part
+from lightning_parallel.techniques.pipeline.execution import MOST_DIMS, PASSED_DTYPES
+from lightning_parallel.techniques.pipeline.shape_inference import InferredShapes
+from lightning_parallel.techniques.pipeline.stage_plan import BEFORE_THE_STACK, StagePlan
+from lightning_parallel.techniques.pipeline.substitution import Substitutes, SubstitutionMode
+from lightning_parallel.techniques.pipeline.timing import StepClock
+
+Beside = dict[str, dict[int, tuple[int, ...]]]
+"""Name of a step -> layer -> which of the tensors that it is given were computed with parameters, by place."""
+_OUTSIDE = -1
+"""In the place of a layer: whether operations outside of layers take what was received."""
+
+
+class StageExit(BaseException):
+    """Leaves a step at the end of a stage, past any ``except Exception`` of the user's.
+
+    Args:
+        passed: What the next stage goes on with: hidden states, and what passes beside them.
+    """
+
+    def __init__(self, passed: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.passed = passed
+
+
+class LayerRouter:
+    """The way of a step through the stack; open while a stage runs its part.
+
+    Args:
+        plan: Which layers are which stage.
+        paths: The paths of the layers, in order.
+        beside: What traces of an earlier cut have shown.
+    """
+
+    def __init__(self, plan: StagePlan, paths: Sequence[str], beside: Beside | None = None) -> None:
+        self.plan = plan
+        self.beside: Beside = dict(beside or {})
+        """What passes beside hidden states."""
+        self.position = BEFORE_THE_STACK
+        self._paths = paths
+        self._stage: int | None = None
+        self._is_open = False
+        self._step = ""
+        self._received: tuple[Tensor, ...] | None = None
+        self._substitutes = Substitutes()
+        self._mode: SubstitutionMode | None = None
+        self._seed: int | None = None
+        self._clock: StepClock | None = None
+        self._inferred = InferredShapes()
+        self._watch: Watch | None = None
+
+    @contextlib.contextmanager
+    def traced(self, step: str, module: nn.Module, touch: Callable[[str], None]) -> Iterator[None]:
+        """In here, a step runs on ghosts only, and what it does is watched.
+
+        Args:
+            step: The step's name.
+            module: The module, whose parameters are all ghosts in here.
+            touch: Takes the name of a parameter with each operation that takes it.
+
+        Raises:
+            ConfigurationError: From the step, where it takes to a stage what another one computes.
+        """
+        self._watch = Watch(lambda: self.plan.stage_at(self.position), touch, self._refuse)
+        self._inferred.forget()
+        try:
+            self.beside[step] = {}
+            with placeholders_in_place(module, self._watch), self.open(step, None):
+                yield
+        finally:
+            self._watch = None
+            self._inferred.forget()
+
+    @contextlib.contextmanager
+    def open(
+        self,
+        step: str,
+        stage: int | None,
+        received: tuple[Tensor, ...] | None = None,
+        seed: int | None = None,
+        clock: StepClock | None = None,
+    ) -> Iterator[None]:
+        """In here, a step is that of `stage`; with ``None``, no layer is run and all hand on ghosts.
+
+        Args:
+            step: The step's name.
+            stage: The stage's number.
+            received: What the stage before left its step with.
+            seed: Of the random numbers that layers draw.
+            clock: What times layers.
+        """
+        self._step, self._stage, self._received, self._seed, self._clock = step, stage, received, seed, clock
+        self.position, self._is_open = BEFORE_THE_STACK, True
+        passes_more = stage is None or any(self.beside.get(step, {}).values())
+        self._mode = SubstitutionMode(self._substitute_outside) if passes_more else None
+        try:
+            with self._mode or contextlib.nullcontext():
+                yield
+        finally:
+            self._is_open, self._received, self._clock, self._mode = False, None, None, None
+            self._substitutes.clear()
+
+    @property
+    def is_in_layer(self) -> bool:
+        """Whether a layer is run on ghosts just now."""
+        return self._inferred.is_running
+
+    def num_passed(self, step: str, stage: int) -> int:
+        """How many tensors `stage` receives in a step."""
+        return 1 + len(self.beside.get(step, {}).get(self.plan.layers_of(stage).start, ()))
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter is one of a layer."""
+        return any(name.startswith(f"{path}.") for path in self._paths)
+
+    def check_end(self) -> None:
+        """Call it where a step has returned.
+
+        Raises:
+            ConfigurationError: If it has not gone through all layers.
+        """
+        if self.position != self.plan.num_layers - 1:
+            where = "no layer" if self.position < 0 else f"only the layers up to {self._paths[self.position]}"
+            raise ConfigurationError([_disorder(f"the step called {where} of the stack")])
+
+    def call(
+        self, index: int, layer: nn.Module, run: Callable[..., Any], forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run layer `index`, hand on a ghost in its place, or leave the step."""
+        if not self._is_open:
+            return run(*args, **kwargs)
+        if index != self.position + 1:
+            raise ConfigurationError([_disorder(self._order(index))])
+        if self._stage is None:
+            args, kwargs = self._look_beside(index, args, kwargs)
+            self.position = index
+            return self._hand_on(index, layer, forward, args, kwargs)
+        own = self.plan.layers_of(self._stage)
+        if index == own.start and self._received is not None:
+            args, kwargs = self._take(index, self._received, args, kwargs)
+        args, kwargs = self._substitutes.replace((args, kwargs))
+        if index == own.stop:
+            passed = (self._check_hidden(index, hidden_in(args, kwargs)), *self._beside(index, args, kwargs))
+            if placeholders := placeholders_in(passed):
+                raise ConfigurationError([self._foreign(index, placeholders)])
+            raise StageExit(passed)
+        self.position = index
+        if index < own.start:
+            return self._hand_on(index, layer, forward, args, kwargs)
+        if placeholders := placeholders_in((args, kwargs)):
+            raise ConfigurationError([self._foreign(index, placeholders)])
+        timed = contextlib.nullcontext() if self._clock is None else self._clock.of_layer(index)
+        own_stream = _own_stream(self._seed, index, is_needed=layer.training and torch.is_grad_enabled())
+        with timed, own_stream, _torch.modes.outside_of(self._mode):  # its arguments stand in already
+            return run(*args, **kwargs)
+
+    # What passes from stage to stage ------------------------------------------------------------------------------
+
+    def _look_beside(self, index: int, args: Any, kwargs: Any) -> Any:
+        """Note which arguments of a layer were computed with parameters: these have to pass, too, where it is first."""
+        hidden, stage = hidden_in(args, kwargs), self.plan.stage_at(index)
+        leaves = tree_leaves((args, kwargs))
+        places = [
+            p for p, leaf in enumerate(leaves) if leaf is not hidden and is_placeholder(leaf) and leaf.stage is not None
+        ]
+        self.beside[self._step][index] = tuple(places)
+        if index == self.plan.layers_of(stage).start:
+            # From here on it counts as what this stage has received.
+            for placeholder in (leaves[place] for place in places if stage):
+                self._check_beside(index, stage, placeholder)
+            for placeholder in (self._check_hidden(index, hidden), *(leaves[place] for place in places)):
+                self._substitutes.put(placeholder, placeholder_like(placeholder, watch=self._watch, stage=stage))
+        return self._substitutes.replace((args, kwargs))
+
+    def _check_beside(self, index: int, stage: int, placeholder: Any) -> None:
+        if self._substitutes.replace(placeholder).stage != stage - 1:  # a stage between would have to know of it
+            self._refuse(placeholder)
+        if placeholder.dtype not in PASSED_DTYPES or placeholder.ndim > MOST_DIMS:
+            raise ConfigurationError(
+                [
+                    f"{self._paths[index]} is given a tensor of {placeholder.dtype} with {placeholder.ndim} dimensions "
+                    f"that another pipeline stage computes; {', '.join(map(str, PASSED_DTYPES))} of at most "
+                    f"{MOST_DIMS} dimensions pass. Give another, or pipeline=1"
+                ]
+            )
+
+    def _take(self, index: int, received: tuple[Tensor, ...], args: Any, kwargs: Any) -> Any:
+        """The arguments of the first layer of a stage, of what it has received."""
+        hidden, *beside = received
+        if (placeholder := hidden_in(args, kwargs)) is not None:
+            self._substitutes.put(placeholder, hidden)
+        for placeholder, tensor in zip(self._beside(index, args, kwargs), beside, strict=True):
+            self._substitutes.put(placeholder, tensor)
+        return with_hidden(hidden, args, kwargs)
+
+    def _beside(self, index: int, args: Any, kwargs: Any) -> list[Tensor]:
+        """What passes beside hidden states where layer `index` is called."""
+        leaves = tree_leaves((args, kwargs))
+        places = self.beside.get(self._step, {}).get(index, ())
+        found = [
+            leaf for leaf in (leaves[place] for place in places if place < len(leaves)) if isinstance(leaf, Tensor)
+        ]
+        if len(found) != len(places):
+            raise ConfigurationError(
+                [
+                    f"{self._paths[index]} is given other arguments than in the first step, which has shown what "
+                    "passes from stage to stage; give the same in each step, or pipeline=1"
+                ]
+            )
+        return found
+
+    def _substitute_outside(self, values: Any) -> Any:
+        """The same for operations outside of layers; a trace notes whether there are any."""
+        found = self._substitutes.replace(values)
+        if self._watch is not None and not self.is_in_layer:
+            pairs = zip(tree_leaves(values), tree_leaves(found), strict=True)
+            if any(before is not after for before, after in pairs):
+                self.beside[self._step][_OUTSIDE] = (0,)
+        return found
+
+    def _hand_on(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What the layer would return, as ghosts."""
+        return self._inferred.result(index, layer, forward, args, kwargs, is_on_placeholders=self._watch is not None)
+
+    def _check_hidden(self, index: int, hidden: Any) -> Tensor:
+        if is_placeholder(hidden) and self._watch is None:
+            raise ConfigurationError([self._foreign(index, [hidden])])
+        if not isinstance(hidden, Tensor) or hidden.is_nested or not hidden.is_floating_point():
+            kind = "a nested tensor" if getattr(hidden, "is_nested", False) else type(hidden).__name__
+            raise ConfigurationError(
+                [
+                    f"{self._paths[index]} is given {kind} as its first argument, where a pipeline stage needs the "
+                    "hidden states as one plain tensor of floating-point numbers; give pipeline=1"
+                ]
+            )
+        return hidden
+
+    def _foreign(self, index: int, placeholders: list[Placeholder]) -> str:
+        return _foreign(f"{self._paths[index]} is given", placeholders)
+
+    def _refuse(self, placeholder: Placeholder) -> None:
+        where = "the step"
+        if self.position >= 0:
+            begun = self._paths[self.position]
+            where = begun if self.is_in_layer else f"the step, after {begun},"
+        raise ConfigurationError([_foreign(f"{where} takes", [placeholder])])
+
+    def _order(self, index: int) -> str:
+        before = self._paths[self.position] if self.position >= 0 else "the beginning of the step"
+        return f"the step called {self._paths[index]} after {before}"
+
+
+def apply_layer_router(
+    layers: Sequence[tuple[str, nn.Module]], plan: StagePlan, *, beside: Beside | None = None
+) -> LayerRouter:
+    """Let the calls of `layers` go through a `LayerRouter`, in place. Names in the state dict stay.
+
+    Args:
+        layers: All layers of the stack with their paths, in the order in which they run.
+        plan: Which of them are which stage.
+        beside: What passes beside hidden states, if that is known.
+    """
+    router = LayerRouter(plan, [path for path, _ in layers], beside)
+    indices = {layer: index for index, (_, layer) in enumerate(layers)}
+    # One class for all layers of a class: a compiler makes a graph for each.
+    classes = {cls: _routing(cls, router, indices) for cls in {type(layer) for layer in indices}}
+    for layer in indices:
+        layer.__class__ = classes[type(layer)]
+    return router
+
+
+def _routing(cls: type[Any], router: LayerRouter, indices: Mapping[nn.Module, int]) -> type[nn.Module]:
+    # Around __call__, not forward: no hook of a layer that is elsewhere runs, and gathering sees what was received.
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run, forward = functools.partial(cls.__call__, self), functools.partial(cls.forward, self)
+        return router.call(indices[self], self, run, forward, args, kwargs)
+
+    return _torch.modules.subclass_calling(cls, call)
+
+
+def _own_stream(seed: int | None, index: int, *, is_needed: bool) -> contextlib.AbstractContextManager[None]:
+    """Random numbers of one layer, whichever stage it is on: what other layers draw does not matter."""
+    # `seed` is that of a microbatch, and theirs are neighbouring parts of one, so layers' are far from these.
+    return (
+        contextlib.nullcontext()
+        if seed is None or not is_needed
+        else drawing_from(seed_of_part(seed, (index + 1) << 20))
+    )
+
+
+def _foreign(where: str, placeholders: list[Placeholder]) -> str:
+    return (
+        f"{where} something that only another pipeline stage computes (with "
+        f"{name_sources(placeholders) or 'other layers'}): only what the first layer of a stage is given passes from "
+        "stage to stage. Give it to every layer, compute it from the batch alone, without parameters, or give "
+        "pipeline=1"
+    )
+
+
+def _disorder(what: str) -> str:
+    return (
+        f"{what}; a pipeline needs every step to call each layer of the stack once, one after the other from the first "
+        "to the last. Name another stack with layers=, or give pipeline=1"
+    )

@@ -1,0 +1,115 @@
+"""Run code of the user's for what it tells, and leave no trace of it. Layer 2."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_parallel.module.hidden_states import hidden_in, with_hidden
+from lightning_parallel.module.kv_cache import is_cache
+from lightning_parallel.module.placeholders import is_placeholder, placeholder_like, placeholders_in_place
+
+_REMEMBERED = 4096
+"""How many results of layers of other stages are remembered: shapes only, about a kilobyte each."""
+
+
+class InferredShapes:
+    """What layers of other stages would return, as ghosts: they are run on ghosts, once for each kind of call."""
+
+    def __init__(self) -> None:
+        self.is_running = False
+        """Whether a layer is run just now."""
+        self._results: dict[Any, Any] = {}
+
+    def result(
+        self,
+        index: int,
+        layer: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        is_on_placeholders: bool,
+    ) -> Any:
+        """What `forward` of layer `index` would return.
+
+        Args:
+            index: The place of the layer in its stack.
+            layer: The layer.
+            forward: Its own forward, past what was put around it.
+            args: What it is given.
+            kwargs: The same.
+            is_on_placeholders: Whether all parameters of the module are ghosts already, and what changes is undone.
+        """
+        args, kwargs = tree_map(lambda value: None if is_cache(value) else value, (args, kwargs))
+        key = (index, torch.is_grad_enabled(), *map(_kind, tree_leaves((args, kwargs))))
+        if key not in self._results:
+            if len(self._results) > _REMEMBERED:  # of batches whose length varies
+                self.forget()
+            hidden = hidden_in(args, kwargs)
+            args, kwargs = with_hidden(hidden if is_placeholder(hidden) else placeholder_like(hidden), args, kwargs)
+            with self._running(), contextlib.nullcontext() if is_on_placeholders else _on_placeholders(layer):
+                self._results[key] = tree_map(_as_value, forward(*args, **kwargs))
+        return tree_map(lambda value: value.detach() if is_placeholder(value) else value, self._results[key])
+
+    def forget(self) -> None:
+        """Find them anew from now on."""
+        self._results.clear()
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
+
+
+@contextlib.contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """What runs in here leaves no trace on `module`: attributes, lists, buffers, states of metrics."""
+    before = []
+    tensors = {}
+    for submodule in module.modules():
+        values = {k: v for k, v in vars(submodule).items() if k not in ("_parameters", "_modules")}
+        shallow = {k: (v, copy.copy(v)) for k, v in values.items() if type(v) in (list, dict, set)}
+        before.append((submodule, values, shallow))
+        for value in (*values.values(), *submodule._buffers.values()):
+            if isinstance(value, Tensor) and not value.is_meta and not isinstance(value, DTensor):
+                tensors[value] = value.detach().clone()
+    try:
+        yield
+    finally:
+        for submodule, values, shallow in before:
+            for name in set(vars(submodule)) - set(values) - {"_parameters", "_modules"}:
+                del submodule.__dict__[name]
+            submodule.__dict__.update(values)
+            for container, content in shallow.values():
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(content)
+        with torch.no_grad():
+            for tensor, value in tensors.items():
+                tensor.copy_(value)
+
+
+@contextlib.contextmanager
+def _on_placeholders(layer: nn.Module) -> Iterator[None]:
+    with torch.no_grad(), unchanged(layer), placeholders_in_place(layer):
+        yield
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    return leaf if leaf is None or isinstance(leaf, bool | int | float | str) else type(leaf)
+
+
+def _as_value(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

@@ -1,0 +1,211 @@
+"""Attention over some of the heads: each rank attends with its own. Layer 1."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_parallel import _torch
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.techniques.tensor.collectives import collect, contiguous_backward, leave
+from lightning_parallel.techniques.tensor.regions import ReplicatedRegion
+
+_BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_attention = F.scaled_dot_product_attention
+
+
+class HeadSplit(TorchFunctionMode):
+    """While it is entered, DTensors and tensors may meet, and attention over DTensors is over this rank's heads.
+
+    A tensor that meets a DTensor is whole and equal on every rank; its gradient is added up over them.
+
+    Args:
+        mesh: The ranks that share the heads.
+        region: What is whole inside a branch, and what its gradient is.
+    """
+
+    def __init__(self, mesh: DeviceMesh, region: ReplicatedRegion) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self._region = region
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        has_parts = any(isinstance(tensor, DTensor) for tensor in tensors)
+        if func is _attention and has_parts:
+            return self._attend(*args, **kwargs)
+        if func in _BACKWARD:  # these take tensors as they are: a copy has no gradient
+            return func(*args, **kwargs)
+        if has_parts and not all(isinstance(tensor, DTensor) for tensor in tensors):
+            args, kwargs = tree_map_only(Tensor, self._as_whole, (args, kwargs))
+        if not has_parts:
+            return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:  # torch has no rule for parts; a second error is the code's own
+            args, kwargs = tree_map_only(DTensor, self._gathered, (args, kwargs))
+            return func(*args, **kwargs)
+
+    def _gathered(self, tensor: Any) -> Tensor:
+        whole: Tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+        return whole
+
+    def _as_whole(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            return tensor
+        return self._region.as_whole(tensor, self._mesh)
+
+    @_torch.modes.not_compiled  # queries, keys and values differ in strides, for which the compiler has one frame
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        heads, dim = query.shape[-3], query.ndim - 3
+        q = self._own_heads(query)
+        k, v = (self._heads_for(states, heads) for states in (key, value))
+        mask = None if attn_mask is None else self._mask(attn_mask, heads)
+        output = _attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=k.shape[-3] != q.shape[-3])
+        return DTensor.from_local(output.contiguous(), self._mesh, [Shard(dim)], run_check=False)
+
+    def _own_heads(self, states: Tensor) -> Tensor:
+        parts: Any = self._as_whole(states).contiguous()
+        dim = states.ndim - 3
+        if parts.placements[0].is_replicate():  # such as a third of a fused map, whose parts are no heads
+            whole = contiguous_backward(parts.to_local(grad_placements=[Partial()]))
+            return whole.chunk(self._mesh.size(), dim)[self._mesh.get_local_rank()]
+        return contiguous_backward(parts.redistribute(placements=[Shard(dim)]).to_local())
+
+    def _heads_for(self, states: Tensor, heads: int) -> Tensor:
+        """The heads of keys or values that belong to this rank's of `heads` heads of queries."""
+        size, dim, kv_heads = self._mesh.size(), states.ndim - 3, states.shape[-3]
+        if kv_heads % size == 0:
+            return self._own_heads(states)
+        whole = self._region.use(states.full_tensor() if isinstance(states, DTensor) else states)
+        own = torch.arange(heads // size, device=whole.device) + self._mesh.get_local_rank() * (heads // size)
+        return whole.index_select(dim, own * kv_heads // heads)
+
+    def _mask(self, mask: Tensor, heads: int) -> Tensor:
+        whole = mask.full_tensor() if isinstance(mask, DTensor) else mask
+        if whole.requires_grad:
+            whole = self._region.use(whole)
+        if whole.ndim >= 3 and whole.shape[-3] == heads > 1:
+            return whole.chunk(self._mesh.size(), -3)[self._mesh.get_local_rank()]
+        return whole
+
+
+def attend_multihead(
+    attention: Any,
+    region: ReplicatedRegion,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """What `nn.MultiheadAttention.forward` computes, each rank with its part of the heads.
+
+    Args:
+        attention: The module; its weights are split.
+        region: How hidden states pass in and out.
+        query: As `nn.MultiheadAttention.forward` takes it, and so are the other arguments.
+        key: The same.
+        value: The same.
+        key_padding_mask: The same.
+        need_weights: The same.
+        attn_mask: The same.
+        average_attn_weights: The same; only ``True``.
+        is_causal: The same; a hint, by which the mask need not be looked at.
+    """
+    if need_weights and not average_attn_weights:
+        raise ConfigurationError(
+            ["nn.MultiheadAttention with average_attn_weights=False is not split; give need_weights=False"]
+        )
+    is_batched = query.ndim == 3
+    states = [query, key, value]
+    if not is_batched:
+        states = [each.unsqueeze(0 if attention.batch_first else 1) for each in states]
+    q, k, v = _projected(attention, region, states)
+    is_causal = is_causal and key_padding_mask is None and not need_weights  # then torch, too, needs no mask
+    mask = None if is_causal else _merged(attn_mask, key_padding_mask, q, attention.num_heads, region.group)
+    dropout = attention.dropout if attention.training else 0.0
+    weights = None
+    if need_weights:
+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+        shares = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+        output = shares @ v
+        weights = leave(shares.sum(1), region.group) / attention.num_heads
+    else:
+        output = _attention(q, k, v, mask, dropout, is_causal)
+    output = output.transpose(1, 2).flatten(2)
+    output = output if attention.batch_first else output.transpose(0, 1)
+    whole = region.leave(F.linear(output, attention.out_proj.weight.to_local()))
+    if attention.out_proj.bias is not None:
+        whole = whole + attention.out_proj.bias.to(whole.dtype)
+    if not is_batched:
+        whole = whole.squeeze(0 if attention.batch_first else 1)
+        weights = None if weights is None else weights.squeeze(0)
+    return whole, weights
+
+
+def _projected(attention: Any, region: ReplicatedRegion, states: list[Tensor]) -> list[Tensor]:
+    """Queries, keys and values of this rank's heads, `[batch, heads / ranks, length, dim]`."""
+    if attention._qkv_same_embed_dim:
+        weights = _thirds(attention.in_proj_weight, region.group)
+    else:
+        weights = [getattr(attention, f"{name}_proj_weight").to_local() for name in "qkv"]
+    biases = [None] * 3 if attention.in_proj_bias is None else _thirds(attention.in_proj_bias, region.group)
+    found = []
+    for each, weight, bias in zip(states, weights, biases, strict=True):
+        projected = F.linear(region.enter(each), weight, bias)
+        projected = projected if attention.batch_first else projected.transpose(0, 1)
+        heads = attention.num_heads // region.group.size()
+        found.append(projected.unflatten(-1, (heads, -1)).transpose(1, 2))
+    return found
+
+
+def _thirds(packed: DTensor, group: ProcessGroup) -> list[Tensor]:
+    """This rank's rows for queries, for keys and for values; what it holds are rows of other thirds, too."""
+    whole = collect(packed.to_local(), 0, group)
+    return [third.chunk(group.size())[group.rank()] for third in whole.chunk(3)]
+
+
+def _merged(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor, heads: int, group: ProcessGroup
+) -> Tensor | None:
+    """Both masks as one that is added, for this rank's heads: `[batch or 1, heads / ranks or 1, length, length]`."""
+    masks = []
+    if attn_mask is not None:
+        mask = _added(attn_mask, query.dtype)
+        if mask.ndim == 3:
+            mask = mask.view(query.shape[0], heads, *mask.shape[1:]).chunk(group.size(), 1)[group.rank()]
+        masks.append(mask if mask.ndim == 4 else mask[None, None])
+    if key_padding_mask is not None:
+        padding = _added(key_padding_mask, query.dtype)
+        masks.append(padding.view(query.shape[0], 1, 1, -1))
+    return functools.reduce(torch.add, masks) if masks else None
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

@@ -1,0 +1,293 @@
+"""Which linear maps of the layers are split over ranks, and how. Layer 1.
+
+Source: Shoeybi et al. 2019, "Megatron-LM". Maps that read the same hidden states are split by columns (each rank has
+some of the outputs), the map that closes a branch by rows. The plan comes from the user's dict, else from the model's
+own `_tp_plan` (Hugging Face), else from following what flows from map to map in one layer, on the meta device.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from lightning_parallel.module.layer_stacks import ModuleStructure
+from lightning_parallel.techniques.tensor.trace import LayerTrace, is_transposed, linear_maps, trace_layer
+
+ROLES = ("colwise", "rowwise", "replicate")
+VOCABULARY = "vocab"
+_TABLES = (nn.Embedding.forward, nn.Linear.forward)
+"""What runs over tokens. A subclass that scales what it looks up, or caps logits, has a forward of its own."""
+_HUGGING_FACE = {"colwise": "colwise", "rowwise": "rowwise"}
+_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "heads", "nhead")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What is split, by path in the module.
+
+    Args:
+        roles: Path of a linear map -> ``"colwise"`` or ``"rowwise"``; of `nn.MultiheadAttention` -> ``"heads"``. What
+            is not named is whole on every rank.
+        source: Where the plan comes from, in words.
+        violations: Why it cannot be carried out, each with what is possible; empty if it can.
+    """
+
+    roles: dict[str, str]
+    source: str
+    violations: list[str] = field(default_factory=list)
+
+    @property
+    def tables(self) -> list[str]:
+        """Paths of what is split by tokens."""
+        return [path for path, role in self.roles.items() if role == VOCABULARY]
+
+    def below(self, path: str) -> dict[str, str]:
+        """The part of the plan in the layer at `path`, by path in that layer."""
+        return {name.removeprefix(f"{path}."): role for name, role in self.roles.items() if name.startswith(f"{path}.")}
+
+
+def plan_tensor(
+    module: nn.Module, structure: ModuleStructure, given: Mapping[str, str] | None, *, degree: int | str
+) -> TensorPlan:
+    """Decide how the layers of `module` are split over `degree` ranks; changes nothing.
+
+    Args:
+        module: The whole module, on any device.
+        structure: Where its layers are.
+        given: The user's own plan: path, in which ``*`` is one name, or the end of a path -> role.
+        degree: Ranks that share a matrix product; a word, where the number is not known yet.
+
+    Example:
+        >>> plan_tensor(module, find_layers(module), None, degree=2).roles
+    """
+    size = degree if isinstance(degree, int) else 1
+    maps = {f"{layer}.{path}": m for layer in structure.layers for path, m in linear_maps(module.get_submodule(layer))}
+    maps = _without_outside(module, maps)
+    heads = _declared_heads(module, maps, size)
+    tables, violations = _vocabulary(module, structure, given or {}, size)
+    if tables or violations:
+        rest = {pattern: role for pattern, role in (given or {}).items() if role != VOCABULARY}
+        plan = plan_tensor(module, structure, rest or None, degree=degree)
+        return TensorPlan({**plan.roles, **tables}, plan.source, [*plan.violations, *violations])
+    if given is not None:
+        roles, violations = _from_dict(given, maps)
+        return _checked(TensorPlan(roles, "tensor_plan", violations), maps, heads, size)
+    if roles := _from_model(module, maps):
+        return _checked(TensorPlan(roles, "the model's own _tp_plan"), maps, heads, size)
+    roles = {}
+    violations = []
+    traces: dict[Any, LayerTrace] = {}
+    for layer in structure.layers:
+        submodule = module.get_submodule(layer)
+        kind = (type(submodule), tuple((path, *_shape(m)) for path, m in linear_maps(submodule)))
+        if kind not in traces:
+            traces[kind] = trace_layer(submodule)
+            violations += [f"{layer} ({type(submodule).__name__}) {reason}" for reason in traces[kind].failures]
+            violations += [f"{layer}: {reason}" for reason in traces[kind].head_violations(size)]
+        roles |= {f"{layer}.{path}": role for path, role in traces[kind].roles(size).items()}
+    return _checked(TensorPlan(roles, "what flows from map to map in a layer", violations), maps, heads, size)
+
+
+def _from_dict(given: Mapping[str, str], maps: Mapping[str, nn.Module]) -> tuple[dict[str, str], list[str]]:
+    roles: dict[str, str] = {}
+    violations = []
+    for pattern, role in given.items():
+        named = [path for path in maps if _matches(pattern, path)]
+        if not named:
+            ends = sorted({path.rpartition(".")[2] for path in maps})
+            near = difflib.get_close_matches(pattern, [*ends, *maps], n=3) or ends[:8]
+            violations.append(
+                f"tensor_plan: {pattern!r} names no linear map of the layers; there are {', '.join(near) or 'none'}"
+            )
+        if role not in ROLES:
+            violations.append(
+                f"tensor_plan: {role!r} for {pattern!r} is unknown; possible: {', '.join(ROLES)}, {VOCABULARY}"
+            )
+        is_split = role != "replicate"
+        roles |= {p: "heads" if is_split and isinstance(maps[p], nn.MultiheadAttention) else role for p in named}
+    return {path: role for path, role in roles.items() if role != "replicate"}, violations
+
+
+def _vocabulary(
+    module: nn.Module, structure: ModuleStructure, given: Mapping[str, str], size: int
+) -> tuple[dict[str, str], list[str]]:
+    """The embeddings and heads that `given` splits by tokens, with those that share a weight with them."""
+    outside = {
+        path: child
+        for path, child in module.named_modules()
+        if type(child).forward in _TABLES and not any(path.startswith(f"{x}.") for x in structure.layers)
+    }
+    roles: dict[str, str] = {}
+    violations = []
+    for pattern in (pattern for pattern, role in given.items() if role == VOCABULARY):
+        named = [path for path in outside if _matches(pattern, path)]
+        if not named:
+            violations.append(
+                f"tensor_plan: {pattern!r} names no embedding or head outside of the layers; there are "
+                f"{', '.join(outside) or 'none'}"
+            )
+        weights = {id(outside[path].weight) for path in named}
+        roles |= {path: VOCABULARY for path, child in outside.items() if id(child.weight) in weights}
+    for path in roles:
+        child: Any = outside[path]
+        if child.weight.shape[0] % size:
+            violations.append(
+                f"tensor={size} does not divide the {child.weight.shape[0]} tokens of {path}; possible: "
+                f"{_divisors(child.weight.shape[0])}"
+            )
+        if any(getattr(child, name, None) for name in ("max_norm", "sparse", "scale_grad_by_freq")):
+            violations.append(
+                f"{path}: an embedding with max_norm, scale_grad_by_freq or sparse gradients is not split; leave it out"
+            )
+        others = [n for n, p in module.named_parameters(remove_duplicate=False) if p is child.weight]
+        if strangers := [name for name in others if name.removesuffix(".weight") not in roles]:
+            violations.append(f"{path} is not split: {strangers[0]} is the same parameter")
+    return roles, violations
+
+
+def _from_model(module: nn.Module, maps: Mapping[str, nn.Module]) -> dict[str, str]:
+    roles: dict[str, str] = {}
+    for prefix, submodule in module.named_modules():
+        for pattern, style in (getattr(submodule, "_tp_plan", None) or {}).items():
+            whole = f"{prefix}.{pattern}" if prefix else pattern
+            if style in _HUGGING_FACE:
+                roles |= {path: _HUGGING_FACE[style] for path in maps if _pattern(whole).fullmatch(path)}
+    return {path: roles[path] for path in maps if path in roles}
+
+
+def _matches(pattern: str, path: str) -> bool:
+    return bool(re.fullmatch(rf"(.*\.)?{_pattern(pattern).pattern}", path))
+
+
+def _pattern(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(str(pattern)).replace(r"\*", r"[^.]+"))
+
+
+def _shape(linear: nn.Module) -> tuple[int, ...]:
+    map_of: Any = linear
+    return tuple(map_of.weight.shape) if hasattr(linear, "weight") else (map_of.embed_dim,)
+
+
+# Divisibility -------------------------------------------------------------------------------------------------------
+
+
+def _checked(plan: TensorPlan, maps: Mapping[str, nn.Module], heads: _Heads, size: int) -> TensorPlan:
+    """The plan without what is whole after all, and with what does not divide."""
+    told = " ".join(plan.violations)  # what flows has shown the same heads, perhaps
+    declared = [violation for violation in heads.violations if violation.partition(": ")[2] not in told]
+    violations = list(dict.fromkeys([*plan.violations, *declared]))
+    shared = _shared_otherwise(maps, plan.roles)
+    roles = {path: role for path, role in plan.roles.items() if path not in heads.whole and path not in shared}
+    odd = [path for path, role in roles.items() if role != "heads" and _split_size(maps[path], role) % size]
+    for path in odd[:4]:
+        length = _split_size(maps[path], roles[path])
+        violations.append(
+            f"tensor={size} does not divide the {length} {'outputs' if roles[path] == 'colwise' else 'inputs'} of "
+            f"{path}; possible: {_divisors(length)}"
+        )
+    if not roles and not violations:
+        violations.append(
+            f"tensor={size}: no branch of linear maps was found in the layers that could be split; name them with "
+            "tensor_plan={'path.in.layer': 'colwise' or 'rowwise'}, or give tensor=1"
+        )
+    return TensorPlan(roles, plan.source, violations)
+
+
+def split_statistics_violations(module: nn.Module, plan: TensorPlan, layers: Sequence[str]) -> list[str]:
+    """Which modules of split layers keep running statistics: each rank would see those of its own features."""
+    found = [
+        f"{layer}.{path}"
+        for layer in layers
+        if plan.below(layer)
+        for path, child in module.get_submodule(layer).named_modules()
+        if getattr(child, "track_running_stats", False)
+    ]
+    return [
+        f"{path} keeps running statistics, and each rank would count its own features only; give tensor=1, or a norm "
+        "without statistics"
+        for path in found[:1]
+    ]
+
+
+def _without_outside(module: nn.Module, maps: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The maps that share no parameter with anything that is no map of a layer, such as an embedding."""
+    inside = {f"{path}.{name}" for path, linear in maps.items() for name, _ in linear.named_parameters()}
+    outside = {p for name, p in module.named_parameters(remove_duplicate=False) if name not in inside}
+    return {path: linear for path, linear in maps.items() if outside.isdisjoint(linear.parameters())}
+
+
+def _shared_otherwise(maps: Mapping[str, nn.Module], roles: Mapping[str, str]) -> set[str]:
+    """Maps that share a parameter with one of another role, or of none: these stay whole."""
+    by_parameter: dict[nn.Parameter, set[str]] = defaultdict(set)
+    for path, linear in maps.items():
+        for parameter in linear.parameters():
+            by_parameter[parameter].add(path)
+    unequal = [paths for paths in by_parameter.values() if len({roles.get(path) for path in paths}) > 1]
+    return {path for paths in unequal for path in paths}
+
+
+def _split_size(linear: nn.Module, role: str) -> int:
+    weight: Any = linear.weight
+    return int(weight.shape[(role == "colwise") == is_transposed(linear)])
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """What modules say of their heads: maps that stay whole because they have too few, and what does not divide."""
+
+    whole: frozenset[str]
+    violations: list[str]
+
+
+def _declared_heads(module: nn.Module, maps: Mapping[str, nn.Module], size: int) -> _Heads:
+    whole, violations = set(), []
+    for parent in dict.fromkeys(path.rpartition(".")[0] for path in maps):
+        attention = module.get_submodule(parent)
+        heads, kv_heads = _number(attention, _HEADS), _number(attention, _KV_HEADS)
+        if heads is None:
+            continue
+        if violation := heads_violation(size, heads, kv_heads or heads):
+            violations.append(f"{parent}: {violation}")
+        elif kv_heads is not None and kv_heads % size:
+            width = _number(attention, ("head_dim",))
+            siblings = {p: m for p, m in maps.items() if p.rpartition(".")[0] == parent}
+            whole |= {
+                p for p, m in siblings.items() if width and _split_size(m, "colwise") == kv_heads * width and _is_kv(p)
+            }
+    return _Heads(frozenset(whole), violations[:1])
+
+
+def _is_kv(path: str) -> bool:
+    return re.search(r"k|v", path.rpartition(".")[2].replace("_proj", "")) is not None
+
+
+def heads_violation(size: int, heads: int, kv_heads: int) -> str:
+    """Why `size` ranks cannot share these heads; empty if they can."""
+    legal = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if size in legal:
+        return ""
+    kv = f" and {kv_heads} heads of keys and values" if kv_heads != heads else ""
+    return f"tensor={size} cannot share {heads} heads{kv}; possible: {', '.join(map(str, legal))}"
+
+
+def _number(module: nn.Module, names: Sequence[str]) -> int | None:
+    for holder in (module, getattr(module, "config", None)):
+        for name in names:
+            if isinstance(value := getattr(holder, name, None), int) and not isinstance(value, bool):
+                return value
+    return None
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(map(str, _each_divisor(number)))
+
+
+def _each_divisor(number: int) -> Iterator[int]:
+    return (n for n in range(1, min(number, 64) + 1) if number % n == 0)

@@ -1,0 +1,251 @@
+"""What flows from linear map to linear map inside one layer, found by running it on tensors without memory. Layer 1."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_parallel.module.dry_run import side_effects_undone
+from lightning_parallel.techniques.tensor.argument_guesses import guess_arguments
+
+_attention = F.scaled_dot_product_attention
+_GROUPED = ("grouped_mm", "_grouped_mm")
+"""Products of each expert's tokens with its weights."""
+
+
+def is_transposed(linear: nn.Module) -> bool:
+    """Whether the weight is `[inputs, outputs]`, as in Hugging Face's `Conv1D`."""
+    return type(linear).__name__ == "Conv1D" and hasattr(linear, "nf")
+
+
+def linear_maps(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The linear maps of `layer` by path in it, and each `nn.MultiheadAttention` as one.
+
+    A subclass of `nn.Linear` with a forward of its own is none: nobody knows what it does.
+    """
+    inside: list[str] = []
+    for path, child in layer.named_modules():
+        if any(path.startswith(f"{outer}.") for outer in inside):
+            continue
+        if isinstance(child, nn.MultiheadAttention):
+            inside.append(path)
+            # Learned extra keys and values stay whole, and so do weights that are computed.
+            if child.bias_k is None and not child.add_zero_attn and "weight" in child.out_proj._parameters:
+                yield path, child
+        elif "weight" in child._parameters and (type(child).forward is nn.Linear.forward or is_transposed(child)):
+            yield path, child
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """One call of scaled-dot-product attention: its heads, and from which maps keys and values come."""
+
+    heads: int
+    kv_heads: int
+    kv_sources: frozenset[str]
+    head_dim: int
+
+
+@dataclass
+class LayerTrace:
+    """What one run of a layer showed.
+
+    Args:
+        sources: Path of a map -> the maps from whose outputs alone its input is made; empty where hidden states reach
+            it by another way, too.
+        attentions: The calls of attention.
+        split_whole: Paths of `nn.MultiheadAttention`, which are split by themselves.
+        outputs: Path of a map -> its number of outputs.
+        failures: Why the layer could not be run; empty if it could.
+    """
+
+    sources: dict[str, frozenset[str]] = field(default_factory=dict)
+    attentions: list[_Attention] = field(default_factory=list)
+    split_whole: list[str] = field(default_factory=list)
+    outputs: dict[str, int] = field(default_factory=dict)
+    num_heads: dict[str, int] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def roles(self, size: int) -> dict[str, str]:
+        """The role of each map that `size` ranks can share: a closing map by rows, what it is made from by columns."""
+        rowwise = {
+            path for path, sources in self.sources.items() if sources and not any(self.sources[s] for s in sources)
+        }
+        whole = {path for attention in self.attentions for path in self._too_few(attention, size)}
+        colwise = {source for path in rowwise for source in self.sources[path]} - whole
+        rowwise = {path for path in rowwise if self.sources[path] & colwise}
+        roles = dict.fromkeys(self.split_whole, "heads")
+        roles |= dict.fromkeys(colwise, "colwise") | dict.fromkeys(rowwise, "rowwise")
+        return {path: roles[path] for path in self.sources if path in roles}
+
+    def head_violations(self, size: int) -> list[str]:
+        """Why `size` ranks cannot share the heads; empty if they can."""
+        counts = [*(a.heads for a in self.attentions), *(self.num_heads[path] for path in self.split_whole)]
+        odd = [heads for heads in dict.fromkeys(counts) if heads % size]
+        return [
+            f"tensor={size} cannot share {heads} heads; possible: "
+            f"{', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
+            for heads in odd
+        ]
+
+    def _too_few(self, attention: _Attention, size: int) -> Iterator[str]:
+        """Maps of keys and values that have fewer heads than there are ranks to share them."""
+        for path in attention.kv_sources:
+            if self.outputs[path] <= attention.heads * attention.head_dim and (
+                self.outputs[path] // attention.head_dim % size
+            ):
+                yield path
+
+
+def trace_layer(layer: nn.Module) -> LayerTrace:
+    """Run `layer` once on hidden states, and what else it may want, and note what flows from map to map.
+
+    It runs on the meta device, or, where its code asks for values, on the host, with parameters that take no memory.
+    The layer is not changed; its parameters are not copied.
+    """
+    reasons = []
+    for device, limit in (("meta", 120), ("cpu", 24)):  # on the host, a guess costs arithmetic
+        placeholder = _without_memory(layer, torch.device(device))
+        for width in _widths(placeholder):
+            for args, kwargs in guess_arguments(
+                placeholder, width, _vectors(placeholder), torch.device(device), limit=limit
+            ):
+                trace = LayerTrace()
+                try:
+                    with (
+                        torch.device(device),
+                        warnings.catch_warnings(action="ignore"),
+                        side_effects_undone(placeholder),
+                    ):
+                        _run(placeholder, args, kwargs, trace)
+                except Exception as error:
+                    reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
+                else:
+                    return trace
+    first = reasons[0] if reasons else "it has no linear maps of torch's own kinds"
+    return LayerTrace(
+        failures=[
+            "could not be run on hidden states, and what the names of its arguments suggest, to see what flows "
+            f"through it ({first}); name its maps with tensor_plan={{'path.in.layer': 'colwise' or 'rowwise'}}"
+        ]
+    )
+
+
+def _widths(layer: nn.Module) -> list[int]:
+    """How wide hidden states may be, the likeliest first."""
+    found: Counter[int] = Counter()
+    for _, child in linear_maps(layer):
+        weight: Any = getattr(child, "weight", None)
+        found[child.embed_dim if weight is None else int(weight.shape[0 if is_transposed(child) else 1])] += 1  # type: ignore[index]
+    if found:
+        vectors = (p.shape[0] for p in layer.parameters() if p.ndim == 1)
+        found.update(size for size in vectors if size not in found)
+    return [width for width, _ in found.most_common(3)]
+
+
+def _vectors(layer: nn.Module) -> list[int]:
+    """How wide what the layer is given beside hidden states may be."""
+    sizes = Counter(int(parameter.shape[-1]) for parameter in layer.parameters() if parameter.ndim == 2)
+    return [size for size, _ in sizes.most_common(4)]
+
+
+def _run(layer: nn.Module, args: list[Any], kwargs: dict[str, Any], trace: LayerTrace) -> None:
+    handles = []
+    for path, child in linear_maps(layer):
+        trace.sources[path] = frozenset()
+        if isinstance(child, nn.MultiheadAttention):
+            trace.split_whole.append(path)
+            trace.num_heads[path] = child.num_heads
+            continue
+        trace.outputs[path] = int(child.weight.shape[1 if is_transposed(child) else 0])  # type: ignore[index, union-attr]
+
+        def before(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            trace.sources[path] = _sources(inputs)
+
+        def after(module: nn.Module, args: Any, output: Any, path: str = path) -> Any:
+            return tree_map_only(Tensor, lambda tensor: _Mark.apply(tensor, path), output)
+
+        handles.append(child.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(child.register_forward_hook(after))
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), _AttentionNoted(trace):
+            layer(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, output: Tensor, path: str) -> Tensor:
+        context.path = path
+        return output.clone()  # a view might not be written into
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        raise AssertionError("a trace has no backward")
+
+
+class _AttentionNoted(TorchFunctionMode):
+    def __init__(self, trace: LayerTrace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _attention:
+            named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+            query, key = named["query"], named["key"]
+            if query.ndim == 4:
+                sources = _sources([key, named["value"]])
+                self._trace.attentions.append(
+                    _Attention(query.shape[1], key.shape[1], sources - _sources([query]), query.shape[-1])
+                )
+        if getattr(func, "__name__", "") in _GROUPED and args[0].ndim == 2 and args[1].ndim == 3:
+            return args[0] @ args[1][0]  # the shape and the flow of it; without memory, its kernels refuse to run
+        return func(*args, **(kwargs or {}))
+
+
+def _sources(tensors: list[Tensor]) -> frozenset[str]:
+    """The maps from whose outputs alone `tensors` are made; empty if a hidden state reaches them by another way."""
+    found: set[str] = set()
+    seen: set[Any] = set()
+    waiting = [tensor.grad_fn for tensor in tensors]
+    if any(tensor.grad_fn is None and tensor.requires_grad for tensor in tensors):
+        return frozenset()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "path"):
+            found.add(node.path)
+        elif hasattr(node, "variable"):
+            if not isinstance(node.variable, nn.Parameter):
+                return frozenset()
+        else:
+            waiting += [parent for parent, _ in node.next_functions]
+    return frozenset(found)
+
+
+def _without_memory(layer: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of `layer` on `device` whose tensors take no memory, and whose parameters want gradients."""
+    memo: dict[int, Any] = {}
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        placeholder = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        memo[id(tensor)] = (
+            nn.Parameter(placeholder, placeholder.is_floating_point())
+            if isinstance(tensor, nn.Parameter)
+            else placeholder
+        )
+    return copy.deepcopy(layer, memo)
