@@ -16,7 +16,7 @@ class DtypePolicy:
 
     Args:
         param: Parameters while they are gathered, and so the traffic of gathering them.
-        reduce: Gradients while they are reduced.
+        reduce: Gradients while they are reduced; without it as `param`.
         output: What a unit's forward returns.
         buffer: Floating-point buffers while their module's forward runs, but for the statistics of BatchNorm; the
             buffers themselves keep their dtype.
@@ -47,10 +47,14 @@ class DtypePolicy:
 
     @property
     def fsdp(self) -> MixedPrecisionPolicy:
-        """The same rule in FSDP2's words. Inputs are not cast: autocast decides operation by operation."""
+        """The same rule in FSDP2's words. Inputs are not cast: autocast decides operation by operation.
+
+        The dtype of reducing is always said: without it, torch before 2.15 takes that of `param`, and later the
+        parameters' own.
+        """
         return MixedPrecisionPolicy(
             param_dtype=_dtype(self.param),
-            reduce_dtype=_dtype(self.reduce),
+            reduce_dtype=_dtype(self.reduce) or _dtype(self.param),
             output_dtype=_dtype(self.output),
             cast_forward_inputs=False,
         )

@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
+
+_WIDENS_APART = not isinstance(vars(FSDPParam).get("unsharded_accumulated_grad"), property)
+"""Whether gradients that wait are widened into a tensor of their own, `FSDPParam.unsharded_accumulated_grad`.
+
+Since 2.15 the gathered parameter's own `grad` has the dtype of reducing, and keeps the sum of a window; the old name
+reads it. `FSDPParam`, since 2.4, and here since 2.6; no public spelling.
+"""
 
 
 def initialize_sharding(root: nn.Module) -> None:
@@ -52,7 +60,7 @@ def abandon_step(unit: nn.Module) -> None:
 def drop_held_gradients(unit: nn.Module, parameters: Collection[Tensor]) -> None:
     """Forget the gradients of `parameters`, as shards, that `unit` holds unreduced, or reduced but not averaged yet.
 
-    `FSDPParam.unsharded_accumulated_grad` and `_unsharded_param`, since 2.4.
+    `FSDPParam._unsharded_param` and `FSDPParamGroup._partial_reduce_output`, since 2.4.
     """
     assert isinstance(unit, FSDPModule)
     for group in _parameter_groups(unit):
@@ -63,43 +71,54 @@ def _drop_held(group: Any, parameters: Sequence[Any]) -> None:
     if len(parameters) == len(group.fsdp_params):
         group._partial_reduce_output = None
     for parameter in parameters:
-        parameter.unsharded_accumulated_grad = None
+        if _WIDENS_APART:
+            parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
 
 
+def _waiting_gradient(parameter: Any) -> Tensor | None:
+    """The sum of whole gradients of an `FSDPParam` that is not reduced yet."""
+    apart = parameter.unsharded_accumulated_grad if _WIDENS_APART else None
+    if apart is None and hasattr(parameter, "_unsharded_param"):
+        apart = parameter._unsharded_param.grad
+    return apart  # type: ignore[no-any-return]
+
+
 def can_hold_gradients(unit: nn.Module) -> bool:
-    """Whether torch can hold gradients of `unit`: one that widens them has to have run before.
+    """Whether torch can hold gradients of `unit`: before 2.15, one that widens them has to have run before.
 
     `FSDPParam.reduce_dtype` and `_unsharded_param`, since 2.4.
     """
     assert isinstance(unit, FSDPModule)
+    if not _WIDENS_APART:
+        return True
     parameters = [parameter for group in _parameter_groups(unit) for parameter in group.fsdp_params]
     return all(each.reduce_dtype is None or hasattr(each, "_unsharded_param") for each in parameters)
 
 
 def holds_gradients(unit: nn.Module) -> bool:
-    """Whether `unit` has gradients on this rank that are not reduced yet.
+    """Whether `unit` has gradients on this rank that are not reduced yet, or reduced but not averaged.
 
-    `FSDPParam.unsharded_accumulated_grad` and `_unsharded_param`, since 2.4.
+    `FSDPParam._unsharded_param` and `FSDPParamGroup._partial_reduce_output`, since 2.4.
     """
     assert isinstance(unit, FSDPModule)
     return any(
-        parameter.unsharded_accumulated_grad is not None
-        or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
+        group._partial_reduce_output is not None
+        or any(_waiting_gradient(parameter) is not None for parameter in group.fsdp_params)
         for group in _parameter_groups(unit)
-        for parameter in group.fsdp_params
-    ) or any(group._partial_reduce_output is not None for group in _parameter_groups(unit))
+    )
 
 
 def even_out_held_gradients(unit: nn.Module) -> None:
     """Let all gradients that `unit` holds wait in one dtype, zeros for parameters that were not used so far.
 
     Gradients that wait are widened to the dtype of reducing, and `foreach_reduce` takes no others beside them, such as
-    those of a parameter that only the last microstep uses. `FSDPParam.unsharded_accumulated_grad`, since 2.4.
+    those of a parameter that only the last microstep uses. `FSDPParam.unsharded_accumulated_grad`, since 2.4; since
+    2.15 gradients of several dtypes are reduced together, and there is nothing to do.
     """
     assert isinstance(unit, FSDPModule)
-    for group in _parameter_groups(unit):
+    for group in _parameter_groups(unit) if _WIDENS_APART else ():
         if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
             for parameter in group.fsdp_params:
                 whole = parameter._unsharded_param
@@ -111,7 +130,8 @@ def even_out_held_gradients(unit: nn.Module) -> None:
 def reduce_held_gradients(unit: nn.Module) -> None:
     """Reduce the gradients that `unit` holds unreduced, outside of any backward. A collective.
 
-    What `FSDPParamGroup.post_backward` does in a backward, since 2.4; there is no public call.
+    What `FSDPParamGroup.post_backward` does in a backward, since 2.4. There is no public call: that of 2.15,
+    `FSDPModule.finalize_backward`, is for a root that never reduces in a backward, and for no averaging over copies.
     """
     assert isinstance(unit, FSDPModule)
     for group in _parameter_groups(unit):
@@ -119,6 +139,7 @@ def reduce_held_gradients(unit: nn.Module) -> None:
             if hasattr(parameter, "_unsharded_param"):  # as it was gathered last: the user may have frozen it for that
                 parameter._unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
         group.post_backward()
+        group._wait_for_post_backward()  # since 2.15, `finalize_backward` leaves that to the unit's root
         group.finalize_backward()
     _make_idle(unit)
 
@@ -126,14 +147,15 @@ def reduce_held_gradients(unit: nn.Module) -> None:
 def whole_gradient_bytes(unit: nn.Module) -> int:
     """Bytes of the gradients of `unit` before they are reduced, in the dtype in which they wait.
 
-    `FSDPParam.reduce_dtype` and `_orig_size`, since 2.4.
+    `FSDPParam.reduce_dtype` and `_orig_size`, since 2.4; `unsharded_grad_dtype`, since 2.15.
     """
     assert isinstance(unit, FSDPModule)
     total = 0
     for group in _parameter_groups(unit):
         for parameter in group.fsdp_params:
             if parameter.sharded_param.requires_grad:
-                dtype = parameter.reduce_dtype or parameter.param_dtype or parameter.orig_dtype
+                waits_in = parameter.param_dtype if _WIDENS_APART else parameter.unsharded_grad_dtype
+                dtype = parameter.reduce_dtype or waits_in or parameter.orig_dtype
                 total += parameter._orig_size.numel() * dtype.itemsize
     return total
 

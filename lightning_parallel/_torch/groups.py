@@ -69,9 +69,11 @@ def gloo_of_one_thread() -> Iterator[None]:
 def set_timeout(group: Any, timeout: timedelta) -> None:
     """Let collectives of `group` wait so long for a missing rank: groups of a mesh cannot be made with a timeout.
 
-    `torch.distributed.distributed_c10d._set_pg_timeout`, since 2.2; waits for a `timeout` of `init_device_mesh`.
+    `torch.distributed.set_timeout` (public) since 2.15, where `distributed_c10d._set_pg_timeout`, since 2.2, warns;
+    waits for a `timeout` of `init_device_mesh`.
     """
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    set_of_torch = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_of_torch(timeout, group)
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], *, source: int, group: Any = None, bucket_bytes: int = 2**26) -> None:
