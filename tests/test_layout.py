@@ -26,6 +26,7 @@ LAYERS = (
 )
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 WITH_LIGHTNING = ("strategies", "callbacks", "cli", "presets")
+WITHOUT_ENVIRONMENT = ("techniques", "checkpoint", "parallelize", "ranks")
 
 
 def name_of(path: Path) -> str:
@@ -60,6 +61,13 @@ def own_imports(path: Path) -> set[str]:
     names = {str(name_of(p)) for p in MODULES}
     prefix = "lightning_parallel."
     return {i.removeprefix(prefix) for i in imports(path) if i.startswith(prefix)} & names
+
+
+def test_layers_name_what_exists() -> None:
+    named = {name for names in LAYERS for name in names}
+    at_root = {path.parts[0].removesuffix(".py").removesuffix("__init__") for path in MODULES}
+    assert named == at_root
+    assert set(WITH_LIGHTNING) | set(WITHOUT_ENVIRONMENT) <= at_root
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
@@ -99,5 +107,5 @@ def test_private_torch_is_in_one_place(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=str)
 def test_techniques_read_no_environment(path: Path) -> None:
-    if path.parts[0] in ("techniques", "checkpoint", "parallelize.py", "ranks"):
+    if path.parts[0].removesuffix(".py") in WITHOUT_ENVIRONMENT:
         assert "environ" not in (PACKAGE / path).read_text()
