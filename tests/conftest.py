@@ -12,7 +12,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 
 from tests.parity import PARITY
 from tests.quiet import KNOWN
-from tests.ranks import RankPool
+from tests.rank_pool import RankPool, start_servers
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,6 +33,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for case in dict.fromkeys(case for case, _ in table):
         cells = (f"{table.get((case, name), '-'):>20}" for name in names)
         terminalreporter.line(" ".join([f"{case:18}", *cells]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that needs no ranks is fast, unless it says that it is slow; tests of ranks may say that they are fast."""
+    for item in items:
+        if not needs_ranks(item) and item.get_closest_marker("slow") is None:
+            item.add_marker("fast")
+
+
+def needs_ranks(item: pytest.Item) -> bool:
+    return "ranks" in getattr(item, "fixturenames", ())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _servers(request: pytest.FixtureRequest) -> None:
+    """Servers of ranks import in the background, if any test needs ranks."""
+    if any(needs_ranks(item) for item in request.session.items):
+        start_servers()
 
 
 @pytest.fixture(scope="session")

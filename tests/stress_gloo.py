@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.ranks.mesh import build_mesh
-from tests.ranks import free_port
+from tests.rank_pool import free_port
 
 SOONER = 200
 """Gathers in flight at once, so that both threads of a group end one at about the same time."""

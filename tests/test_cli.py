@@ -144,6 +144,7 @@ def test_bad_input(
     assert [path.name for path in tmp_path.iterdir()] == ["given.yaml"]
 
 
+@pytest.mark.slow
 def test_two_processes_say_it_once(config: str, tmp_path: Path) -> None:
     """From the shell, with ranks that were started by something else: one message, status 2 everywhere, no files."""
     script = [sys.executable, "-c", "from lightning_parallel.cli.main import main; main()"]

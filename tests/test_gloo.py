@@ -18,6 +18,7 @@ from lightning_parallel.ranks.mesh import build_mesh
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interface", ["", "lo"])
 def test_the_group_of_a_mesh_survives(interface: str) -> None:
     command = [sys.executable, "-m", "tests.stress_gloo", "--made-by", "build_mesh", "--seconds", "3"]

@@ -13,13 +13,15 @@ import lightning_parallel
 from lightning_parallel.presets import PRESETS
 from tests.cases import CASES, REFUSED_CASES
 from tests.parity import PARITY, TOLERANCE, Outcome, is_moving, train, worst
-from tests.ranks import RankError, RankPool
+from tests.rank_pool import RankError, RankPool
 
 MATRIX = Path(__file__).with_name("support_matrix.json")
 CELLS: dict[tuple[str, str], str] = {
     (case, name): cell for case, row in json.loads(MATRIX.read_text())["cells"].items() for name, cell in row.items()
 }
 """(module, name) -> "runs", or "refused: " and words of the reason."""
+FAST = "byte_gpt"
+"""The module that trains under every name in the fast tier, too."""
 OPTIMIZERS = ("sgd", "adamw")
 _references: dict[tuple[str, str], Outcome] = {}
 
@@ -43,7 +45,14 @@ def num_ranks(name: str) -> int:
     return 4 if name in ("hsdp_custom", "fsdp_tp_custom") else 2
 
 
-@pytest.mark.parametrize(("case", "name"), [(case, name) for case, name in CELLS if CELLS[case, name] == "runs"])
+RUNS = [
+    pytest.param(case, name, marks=[pytest.mark.fast] if case == FAST else [])
+    for (case, name), cell in CELLS.items()
+    if cell == "runs"
+]
+
+
+@pytest.mark.parametrize(("case", "name"), RUNS)
 def test_parity(ranks: Any, record_property: Any, case: str, name: str) -> None:
     differences = [worst(run(ranks, case, optimizer, name), reference(case, optimizer)) for optimizer in OPTIMIZERS]
     record_property(PARITY, ((case, name), f"{max(differences):.0e}"))

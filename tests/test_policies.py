@@ -32,7 +32,7 @@ from tests.cases import CASES, GPT, LENGTH, VOCABULARY, Block, ByteGPT, Case, lo
 from tests.collectives import collectives_of_a_window
 from tests.jobs import fit_twice, loader, trainer_for
 from tests.parity import TOLERANCE, Outcome, Recorder, difference, is_moving, make_trainer, train, worst
-from tests.ranks import RankError
+from tests.rank_pool import RankError
 
 MATRIX = json.loads((Path(__file__).parent / "policy_matrix.json").read_text())
 BF16 = 2e-2
@@ -558,6 +558,7 @@ def compiled(depth: int, recompute: str) -> tuple[int, list[str]]:
     return graphs, list(model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_graphs_do_not_grow_with_depth(recompute: str) -> None:
     graphs, keys = compiled(2, recompute)
@@ -618,7 +619,7 @@ class ReadsItsCache(Llama):
         return first.loss + second.loss
 
 
-@pytest.mark.parametrize("option", ["recompute=full", "compile=layers"])
+@pytest.mark.parametrize("option", ["recompute=full", pytest.param("compile=layers", marks=pytest.mark.slow)])
 def test_a_cache_that_is_read_is_refused(option: str) -> None:
     trainer = trainer_for(f"dp_custom:{option}", 1)
     with pytest.raises(ConfigurationError, match="for the second time"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import RankError
+from tests.rank_pool import RankError
 from tests.test_tensor import MODULES, assert_equal, reference, train
 
 TABLE = json.loads(Path(__file__).with_name("product_matrix.json").read_text())

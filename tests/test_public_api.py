@@ -58,6 +58,7 @@ def test_registration_is_idempotent() -> None:
     assert set(PRESETS) <= set(before)
 
 
+@pytest.mark.slow
 def test_import_changes_nothing_else() -> None:
     code = (
         "import os, warnings, logging, lightning, sys\n"

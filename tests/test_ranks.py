@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, RankPool
+from tests.rank_pool import RankError, RankPool
 
 
 @pytest.fixture
@@ -37,6 +40,7 @@ def goes_wrong(how: str) -> int:
     return rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -52,3 +56,41 @@ def test_says_which_rank_failed_and_where(pool: RankPool, how: str, words: list[
         pool.run(goes_wrong, how, deadline=5)
     for word in words:
         assert word in str(raised.value)
+
+
+def about_the_server() -> tuple[int, int, int]:
+    from tests import preload
+
+    return preload.PROCESS, preload.THREADS, hash("a name")
+
+
+def test_ranks_are_forked_before_there_are_threads(ranks: Any) -> None:
+    (first, threads, names), (second, other_threads, other_names) = ranks(2).run(about_the_server)
+    assert threads == other_threads == 1
+    assert first != second  # two servers, which order sets differently
+    assert names != other_names or "PYTHONHASHSEED" in os.environ
+    assert ranks(2).run(os.getpid) != [first, second]
+
+
+HANGS = """
+from pathlib import Path
+import os, sys
+from tests import rank_pool, test_ranks
+pool = rank_pool.RankPool(2, Path(sys.argv[1]))
+print(*pool.run(os.getpid), flush=True)
+pool.run(test_ranks.goes_wrong, "stand")
+"""
+
+
+@pytest.mark.slow
+def test_no_rank_is_left_when_the_tests_are_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HANGS, str(tmp_path)]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True) as tests:
+        assert tests.stdout is not None
+        left = [int(process) for process in tests.stdout.readline().split()]
+        assert len(left) == 2
+        tests.kill()
+    end = time.monotonic() + 10
+    while (left := [process for process in left if Path(f"/proc/{process}").exists()]) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert left == []

@@ -57,6 +57,7 @@ def test_a_recipe_chooses_and_computes_nothing(recipe: str) -> None:
         assert not any(word in source for word in ("torch.distributed", "world_size", "lightning_parallel", ".cuda("))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [

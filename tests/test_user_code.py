@@ -28,7 +28,7 @@ from tests.parity import (
     num_readers,
     worst,
 )
-from tests.ranks import RankError
+from tests.rank_pool import RankError
 
 
 class Tokens(L.LightningModule):

@@ -1,4 +1,8 @@
-"""A pool of ranks, started once a session: real processes with a gloo group, a deadline, and a stack when it passes."""
+"""A pool of ranks, started once a session: real processes with a gloo group, a deadline, and a stack when it passes.
+
+Ranks are forked from servers that have imported everything, so that a pool is there in a second. There are two servers:
+neighbouring ranks then order sets of strings and of objects differently, as processes do that start by themselves.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,37 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 DEADLINE = 120.0
 """Seconds that a job may take; a rank that is not done by then is reported with its stack. Jobs take a few seconds."""
 STARTING = 300.0
-"""Seconds within which ranks have to be there: all of them import torch side by side, on two cores."""
+"""Seconds within which ranks have to be there: the first ones wait for the servers, which import torch meanwhile."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""What servers and ranks have in their environment. A server with threads could not be forked."""
 WRITING = 5.0
 """Seconds that a rank has for writing down where it stands, and others for noticing that one has died."""
+
+
+_SERVERS = (forkserver.ForkServer(), forkserver.ForkServer())
+
+
+def start_servers() -> None:
+    """Let the servers import what ranks need, while tests without ranks run."""
+    with mock.patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}):
+        for server in _SERVERS:
+            server.set_forkserver_preload(["tests.preload"])
+            server.ensure_running()
 
 
 class RankError(AssertionError):
@@ -41,15 +62,18 @@ class RankPool:
     def __init__(self, size: int, folder: Path) -> None:
         self.size = size
         self._folder = folder
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         port = free_port()
+        start_servers()  # again if one is gone
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
             arguments = (rank, size, port, theirs, str(folder))
             process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
+            server = _SERVERS[rank % len(_SERVERS)]
+            with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+                process.start()
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
@@ -108,6 +132,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _end_with_tests() -> None:
+    """End this rank when the process of the tests is gone, whatever it does or waits for."""
+    tests = multiprocessing.parent_process()
+    assert tests is not None
+    wait([tests.sentinel])
+    os._exit(1)
+
+
 def _serve(rank: int, size: int, port: int, connection: Connection, folder: str) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
@@ -115,9 +147,9 @@ def _serve(rank: int, size: int, port: int, connection: Connection, folder: str)
         LOCAL_RANK=str(rank),
         NODE_RANK="0",
         WORLD_SIZE=str(size),
-        OMP_NUM_THREADS="1",
-        TOKENIZERS_PARALLELISM="false",
+        **ENVIRONMENT,
     )
+    threading.Thread(target=_end_with_tests, daemon=True).start()
     os.chdir(tempfile.mkdtemp(dir=folder))
     stack = Path(folder, f"stack-{rank}").open("a")  # noqa: SIM115 - open as long as the process lives
     os.dup2(stack.fileno(), 2)  # what torch or the C library say before they end a process

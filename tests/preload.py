@@ -1,0 +1,19 @@
+"""What the servers of ranks import before they fork: all that takes time. None of it may start a thread."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest  # noqa: F401
+import torch.distributed.pipelining  # noqa: F401
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.llama.modeling_llama  # noqa: F401
+
+import lightning_parallel  # noqa: F401
+import tests.jobs  # noqa: F401
+
+PROCESS = os.getpid()
+"""The process that has imported this: a server."""
+THREADS = len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 1
+"""Threads of that process; a fork leaves all but one of them behind, with the locks that they hold."""
