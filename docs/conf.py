@@ -50,7 +50,7 @@ class Matrix:
     """A committed table of what runs under which name, which the tests compare with what they find.
 
     Args:
-        name: Of the file, `tests/<name>.json`, and of what is generated from it, `_generated/<name>.md`.
+        name: Of the file, `tests/matrices/<name>.json`, and of what is generated from it, `_generated/<name>.md`.
         row: What one row is.
         rows: The key of the rows.
         page: The page that describes each row.
@@ -75,7 +75,7 @@ def load_matrix(matrix: Matrix) -> dict[str, Any]:
     Raises:
         ConfigError: In words, if the file is missing or does not have a cell for each row and name.
     """
-    file = f"tests/{matrix.name}.json"
+    file = f"tests/matrices/{matrix.name}.json"
     if not (DOCS.parent / file).is_file():
         raise ConfigError(f"{file} is missing: a table of the docs is made from it")
     table: dict[str, Any] = json.loads((DOCS.parent / file).read_text(encoding="utf-8"))
@@ -104,7 +104,7 @@ def check_descriptions(matrix: Matrix, table: dict[str, Any]) -> None:
     page = (DOCS / matrix.page).read_text(encoding="utf-8")
     if missing := [row for row in table[matrix.rows] if label(row) not in page]:
         raise ConfigError(
-            f"docs/{matrix.page} does not describe {', '.join(missing)}, which tests/{matrix.name}.json lists"
+            f"docs/{matrix.page} does not describe {', '.join(missing)}, which tests/matrices/{matrix.name}.json lists"
         )
 
 

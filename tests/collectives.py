@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel import build_strategy
-from tests.cases import CASES
-from tests.jobs import loader
+from tests.jobs.lifecycle import loader
+from tests.models.cases import CASES
 from tests.parity import make_trainer
 
 _KINDS = {"allgather": "gather", "all_gather": "gather", "allreduce": "all_reduce"}

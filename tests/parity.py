@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 import lightning_parallel
-from tests.cases import CASES, REFUSED_CASES, loader_of
+from tests.models.cases import CASES, REFUSED_CASES, loader_of
 
 STEPS = 5
 GLOBAL_BATCH = 8

@@ -11,7 +11,7 @@ import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import lightning_parallel  # noqa: F401
-import tests.jobs  # noqa: F401
+import tests.jobs.lifecycle  # noqa: F401
 
 PROCESS = os.getpid()
 """The process that has imported this: a server."""

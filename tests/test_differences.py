@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_parallel import build_strategy
-from tests.cases import CASES, ByteGPT, data_of
-from tests.jobs import forced_inference_mode
+from tests.jobs.lifecycle import forced_inference_mode
+from tests.models.cases import CASES, ByteGPT, data_of
 from tests.parity import make_trainer
 
 OURS, THEIRS = "ours", "theirs"

@@ -35,7 +35,7 @@ def part_of_graphs_only(function: Function) -> Function:
 
     For `__torch_function__` of a mode: where a layer under it is left uncompiled, perhaps because another strategy has
     had it compiled before, torch 2.13 compiles the mode's own function for each operation, and gets it wrong: a product
-    is handed the shape of its operand. `tests/test_user_code.py` shows it.
+    is handed the shape of its operand. `tests/strategies/test_user_code.py` shows it.
     `torch._dynamo.eval_frame.skip_code`, since 2.1; `torch.compiler.disable` would end a graph at every operation.
     """
     torch._dynamo.eval_frame.skip_code(function.__code__)

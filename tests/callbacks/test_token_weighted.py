@@ -1,0 +1,231 @@
+"""A plain mean loss becomes the mean over all valid tokens of a window, on any number of ranks and microsteps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_parallel import ConfigurationError, full_state_dict
+from lightning_parallel.callbacks import TokenWeighted
+from lightning_parallel.callbacks.token_weighted import LossObserver
+from tests.jobs.lifecycle import loader, trainer_for
+from tests.models.cases import CASES, GPT, LENGTH, VOCABULARY, Case
+from tests.parity import TOLERANCE, difference
+
+IGNORED = -100
+NAMES = [("ddp_custom", 2), ("zero1_custom", 2), ("zero2_custom", 2), ("fsdp_custom", 2), ("hsdp_custom", 4)]
+
+
+def ragged(num_samples: int) -> TensorDataset:
+    """Tokens and labels of very unequal length, one sample with no label at all."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, VOCABULARY, (num_samples, LENGTH), generator=generator)
+    labels = tokens.roll(-1, 1)
+    for index in range(num_samples):
+        labels[index, [LENGTH - 1, 1, 9, 3, 0, 5, 2, 12][index % 8] :] = IGNORED
+    return TensorDataset(tokens, labels)
+
+
+class Padded(Case):
+    """A mean over the labels that are not ignored, as people write it."""
+
+    def __init__(self, kind: str = "cross_entropy") -> None:
+        super().__init__("adamw")
+        self.model = GPT()
+        self.kind = kind
+        self.register_buffer("class_weights", torch.linspace(0.5, 2.0, VOCABULARY))
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits, labels = self.model(tokens).flatten(0, 1), labels.flatten()
+        if self.kind == "nll":
+            return nn.NLLLoss()(logits.log_softmax(-1), labels)
+        if self.kind == "by hand":
+            is_valid = labels != IGNORED
+            losses = -logits.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+            return (losses * is_valid).sum() / is_valid.sum().clamp(min=1)
+        return F.cross_entropy(logits, labels, weight=self.class_weights if self.kind == "weights" else None)
+
+
+class Tokens(Callback):
+    """The numbers that TokenWeighted logged."""
+
+    def __init__(self) -> None:
+        self.logged: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if "exact" in trainer.callback_metrics and (not self.logged or trainer.global_step > len(self.logged)):
+            self.logged.append(float(trainer.callback_metrics["exact"]))
+
+
+def count_labels(batch: Any) -> Tensor:
+    return (batch[1] != IGNORED).sum()
+
+
+def fit(strategy: str, num_ranks: int, accumulate: int, kind: str, weighting: dict[str, Any] | None) -> dict[str, Any]:
+    """Three windows of 16 samples, in whatever microsteps."""
+    L.seed_everything(3, verbose=False)
+    batch = 16 // num_ranks // accumulate
+    watching = Tokens()
+    callbacks = [] if weighting is None else [TokenWeighted(**weighting, log="exact"), watching]
+    trainer = trainer_for(
+        strategy, num_ranks, callbacks=callbacks, accumulate_grad_batches=accumulate, gradient_clip_val=0.3
+    )
+    trainer.fit(Padded(kind), DataLoader(ragged(48), batch_size=batch))
+    return {"weights": full_state_dict(trainer), "logged": watching.logged}
+
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "observed": ("cross_entropy", {}),
+    "observed in a module": ("nll", {}),
+    "observed with class weights": ("weights", {}),
+    "a key": ("cross_entropy", {"key": 1}),
+    "a function": ("by hand", {"count": count_labels}),
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize(("name", "size"), NAMES)
+def test_ranks_and_microsteps_equal_one_batch(ranks: Any, name: str, size: int, accumulate: int) -> None:
+    expected = fit("auto", 1, 1, "cross_entropy", None)["weights"]
+    ours = ranks(size).run(fit, name, size, accumulate, "cross_entropy", {})[0]
+    assert difference(ours["weights"], expected) < TOLERANCE
+    plain = ranks(size).run(fit, name, size, accumulate, "cross_entropy", None)[0]
+    assert not difference(plain["weights"], expected) < 1e-3  # without it, the numbers are others, or none at all
+    assert ours["logged"] == pytest.approx(fit("auto", 1, 1, "cross_entropy", {})["logged"], rel=1e-5)
+    assert len(ours["logged"]) == 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_count(ranks: Any, way: str) -> None:
+    kind, weighting = WAYS[way]
+    expected = fit("auto", 1, 1, kind, None)["weights"]
+    ours = ranks(2).run(fit, "fsdp_custom", 2, 2, kind, weighting)[0]
+    assert difference(ours["weights"], expected) < TOLERANCE
+
+
+def test_one_process_accumulates_exactly() -> None:
+    expected = fit("auto", 1, 1, "cross_entropy", None)["weights"]
+    assert difference(fit("auto", 1, 4, "cross_entropy", {})["weights"], expected) < TOLERANCE
+    assert difference(fit("dp_custom", 1, 4, "cross_entropy", {})["weights"], expected) < TOLERANCE
+
+
+class Manual(Padded):
+    """Two microsteps a step, divided by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for half in (slice(0, None, 2), slice(1, None, 2)):
+            self.manual_backward(self.loss(batch[0][half], batch[1][half]) / 2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def fit_manual(strategy: str, num_ranks: int) -> dict[str, Tensor]:
+    L.seed_everything(3, verbose=False)
+    trainer = trainer_for(strategy, num_ranks, callbacks=[TokenWeighted()])
+    trainer.fit(Manual(), DataLoader(ragged(48), batch_size=16 // num_ranks))
+    return full_state_dict(trainer)
+
+
+def fit_whole(_: str = "auto") -> dict[str, Tensor]:
+    L.seed_everything(3, verbose=False)
+    trainer = trainer_for("auto", 1)
+    trainer.fit(Padded(), DataLoader(ragged(48), batch_size=16))
+    return full_state_dict(trainer)
+
+
+@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom"])
+def test_manual_optimization(ranks: Any, name: str) -> None:
+    assert difference(ranks(2).run(fit_manual, name, 2)[0], fit_whole()) < TOLERANCE
+    assert difference(fit_manual("auto", 1), fit_whole()) < TOLERANCE
+
+
+def refusal(strategy: str, num_ranks: int, case: str, weighting: dict[str, Any]) -> str:
+    try:
+        L.seed_everything(3, verbose=False)
+        trainer = trainer_for(strategy, num_ranks, callbacks=[TokenWeighted(**weighting)])
+        trainer.fit(CASES[case]("sgd"), loader(num_ranks, 2, case))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def nothing(batch: Any) -> None:
+    return None
+
+
+def negative(batch: Any) -> int:
+    return -1
+
+
+@pytest.mark.parametrize(
+    ("case", "weighting", "words"),
+    [
+        ("byte_gpt", {"count": nothing}, ["found no mean cross-entropy", "count=..."]),
+        ("byte_gpt", {"count": negative}, ["-1.0 is no number of tokens"]),
+        ("byte_gpt", {"key": "labels"}, ["key='labels'", "list"]),
+        ("gan", {}, ["there are 2"]),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(case: str, weighting: dict[str, Any], words: list[str]) -> None:
+    message = refusal("auto", 1, case, weighting)
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_two_ways_at_once_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="one of the two"):
+        TokenWeighted(count_labels, key=1)
+
+
+def test_update_in_backward_is_refused(ranks: Any) -> None:
+    message = ranks(2).run(refusal, "fsdp_custom:optimizer_in_backward=true", 2, "byte_gpt", {})[0]
+    assert "optimizer_in_backward=True" in message
+
+
+def test_observed_numbers() -> None:
+    logits, target = torch.randn(4, 5, requires_grad=True), torch.tensor([1, IGNORED, 2, 3])
+    with LossObserver() as observer:
+        F.cross_entropy(logits, target)
+        F.cross_entropy(logits.detach(), target[:1].expand(4))  # a metric, no loss
+    assert observer.count() == 3
+    with LossObserver() as observer:
+        F.cross_entropy(logits, target)
+        F.cross_entropy(logits, target.clamp(min=0))
+    assert observer.count() is None  # two losses over different numbers
+    with LossObserver() as observer:
+        F.cross_entropy(logits, target, reduction="sum")
+    assert observer.count() is None
+    with LossObserver() as observer:
+        F.cross_entropy(logits, logits.detach().softmax(-1))
+    assert observer.count() == 4
+
+
+class Empty(Padded):
+    """The second batch has no label that counts."""
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        is_empty = self.trainer.global_step == 1
+        return super().loss(tokens, torch.full_like(labels, IGNORED) if is_empty else labels)
+
+
+def fit_empty(strategy: str, num_ranks: int, weighs: bool) -> dict[str, Tensor]:
+    L.seed_everything(3, verbose=False)
+    trainer = trainer_for(strategy, num_ranks, callbacks=[TokenWeighted()] if weighs else [])
+    trainer.fit(Empty(), DataLoader(ragged(48), batch_size=16 // num_ranks))
+    return full_state_dict(trainer)
+
+
+def test_a_window_without_any_token(ranks: Any) -> None:
+    expected = fit_empty("auto", 1, weighs=False)
+    assert difference(ranks(2).run(fit_empty, "fsdp_custom", 2, weighs=True)[0], expected) < TOLERANCE

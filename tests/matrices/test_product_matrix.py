@@ -1,0 +1,55 @@
+"""Modules with layers under products of degrees, against one process: losses, norms and weights. The second matrix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rank_pool import RankError
+from tests.techniques.tensor.test_split_layers import MODULES, assert_equal, reference, train
+
+TABLE = json.loads(Path(__file__).with_name("product_matrix.json").read_text())
+CELLS: dict[tuple[str, str], str] = {
+    (case, strategy): cell for case, row in TABLE["cells"].items() for strategy, cell in row.items()
+}
+"""(module, strategy) -> "runs", or "refused: " and words of the reason."""
+LAYOUTS: dict[str, dict[str, int]] = TABLE["layouts"]
+"""strategy -> the number of ranks, and how many of them read different samples."""
+
+
+def run(ranks: Any, case: str, strategy: str) -> Any:
+    layout = LAYOUTS[strategy]
+    return ranks(layout["ranks"]).run(train, case, "adamw", strategy, layout["ranks"], layout["readers"])[0]
+
+
+@pytest.mark.parametrize(("case", "strategy"), [key for key, cell in CELLS.items() if cell == "runs"])
+def test_parity(ranks: Any, case: str, strategy: str) -> None:
+    assert_equal(run(ranks, case, strategy), reference(case))
+
+
+@pytest.mark.parametrize(("case", "strategy"), [key for key, cell in CELLS.items() if cell != "runs"])
+def test_refusal(ranks: Any, case: str, strategy: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run(ranks, case, strategy)
+    assert "ConfigurationError" in str(caught.value)
+    assert CELLS[case, strategy].removeprefix("refused: ") in str(caught.value)
+
+
+def test_the_matrix_lists_what_is_tested() -> None:
+    """Heads that two ranks of `tensor` share are too few for two of `context`; a pipeline cuts one stack; a ring has
+    no mask, and without a causal one no padding.
+    """
+    assert TABLE["names"] == list(LAYOUTS)
+    assert TABLE["modules"] == list(TABLE["cells"])
+    assert set(TABLE["modules"]) <= set(MODULES)
+    assert all(list(row) == TABLE["names"] for row in TABLE["cells"].values())
+    assert all(cell == "runs" or cell.startswith("refused: ") for cell in CELLS.values())
+    two_heads = ("byte_gpt", "hf_gpt2", "configure_model", "encoder_decoder", "varying_length")
+    refused = {(case, "fsdp_custom:tensor=2,context=2") for case in two_heads}
+    refused |= {(case, s) for case in ("encoder_decoder", "t5", "demo") for s in LAYOUTS if "pipeline" in s}
+    refused |= {("t5", strategy) for strategy in LAYOUTS if "context" in strategy}
+    refused |= {(case, strategy) for case in ("bert", "vit") for strategy in LAYOUTS if "ring" in strategy}
+    assert {key for key, cell in CELLS.items() if cell != "runs"} == refused

@@ -1,0 +1,132 @@
+"""Set-ups that cannot run: refused when the Trainer is made or when `fit` begins, in words, with every reason."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+import pytest
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lightning_parallel import ConfigurationError, DDPStrategy, MeshStrategy, build_strategy
+from lightning_parallel.strategies.process_group import ProcessGroupStrategy
+from tests.jobs import lifecycle as jobs
+from tests.models.cases import REFUSED_CASES, ByteGPT, data_of
+from tests.parity import make_trainer
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "kwargs", "words"),
+    [
+        ("hsdp_custom", 3, {}, ["replicate=2 does not divide 3 ranks", "even number"]),
+        ("fsdp_custom:shard=3", 4, {}, ["3 ranks, but there are 4", "shard=4"]),
+        ("fsdp_custom:reshard=3", 4, {}, ["reshard=3", "1, 2, 4"]),
+        ("fsdp_custom:offload=some", 2, {}, ["offload='some'", "none, optimizer, all"]),
+        ("ddp_custom:comm_hook=bf16", 2, {}, ["needs NCCL", "gloo", "fp16"]),
+        ("ddp_custom:comm_hook=zip", 2, {}, ["'zip' is unknown", "powersgd"]),
+        ("ddp_custom:powersgd_rank=2", 2, {}, ["belongs to comm_hook='powersgd'"]),
+        ("fsdp_custom:schedule=gpipe,virtual_stages=2", 2, {}, ["'gpipe' is for pipeline > 1", "virtual_stages=2"]),
+        ("fsdp_custom:stages=[1,2],microbatches=4", 2, {}, ["stages=[1, 2] is for pipeline > 1", "microbatches=4"]),
+        ("fsdp_custom:tensor_plan={up: colwise}", 2, {}, ["tensor_plan is for tensor > 1, but tensor=1"]),
+        ("fsdp_custom:shard=3,sequence=true", 4, {}, ["2 problems", "sequence=True is for tensor > 1"]),
+        ("fsdp_custom", 2, {"precision": "transformer-engine"}, []),
+        ("fsdp_custom", 2, {"sync_batchnorm": True}, ["sync_batchnorm=True needs CUDA"]),
+        ("dp_custom", 2, {"num_nodes": 2}, ["num_nodes=2", "ddp_custom"]),
+        ("fsdp_custom:process_group_backend=nccl", 2, {}, ["'nccl' needs CUDA devices"]),
+        ("fsdp_custom:process_group_backend=mpi", 2, {}, ["'mpi' is not available"]),
+        ("fsdp_custom:shard=3,reshard=7,offload=some", 4, {}, ["2 problems", "offload='some'", "shard 3"]),
+    ],
+)
+def test_the_trainer_is_not_made(strategy: str, devices: int, kwargs: dict[str, Any], words: list[str]) -> None:
+    start = time.monotonic()
+    with pytest.raises((ConfigurationError, ImportError, ModuleNotFoundError)) as caught:
+        make_trainer(build_strategy(strategy), devices, **kwargs)
+    assert time.monotonic() - start < 5
+    assert not dist.is_initialized()
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "module", "words"),
+    [
+        ("fsdp_custom:layers=model.block", ByteGPT, ["layers='model.block' does not exist", "model.blocks"]),
+        ("fsdp_custom:forward_methods=[model.fly]", ByteGPT, ["'model.fly'", "no such method"]),
+        ("ddp_custom", REFUSED_CASES["all_frozen"], ["no trainable parameters"]),
+        ("zero2_custom", REFUSED_CASES["meta_in_init"], ["meta device", "configure_model", "model.tokens.weight"]),
+        ("fsdp_custom:layers=x,forward_methods=[y]", REFUSED_CASES["all_frozen"], ["3 problems", "'x'", "'y'"]),
+    ],
+)
+def test_fit_starts_no_process(
+    strategy: str, module: type[L.LightningModule], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("subprocess.Popen", fail)
+    trainer = make_trainer(build_strategy(strategy), 2)
+    start = time.monotonic()
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(module(), DataLoader(data_of("byte_gpt", 8, 4), batch_size=2))
+    assert time.monotonic() - start < 5
+    assert not dist.is_initialized()
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_validation_needs_no_trainable_parameters(ranks: Any) -> None:
+    assert ranks(2).run(validate_frozen) == [True, True]
+
+
+def validate_frozen() -> bool:
+    loader = DataLoader(data_of("byte_gpt", 8, 4), batch_size=2)
+    return bool(
+        make_trainer(build_strategy("fsdp_custom"), 2).validate(REFUSED_CASES["all_frozen"](), loader, verbose=False)
+    )
+
+
+def test_the_reasons_are_given_once(ranks: Any) -> None:
+    """All ranks refuse, one says why."""
+    found = ranks(2).run(jobs.messages, jobs.fit_module, REFUSED_CASES["all_frozen"], "fsdp_custom", 2)
+    assert "no trainable parameters" in found[0][0]
+    assert found[1] == ["refused; rank 0 says why"]
+
+
+def test_another_number_of_ranks_than_the_group_has(ranks: Any) -> None:
+    ranks(2).run(jobs.fast_dev_run, "fsdp_custom", 2)
+    found = ranks(2).run(jobs.messages, make_other_trainer)
+    assert "already belongs to a group of 2 ranks" in found[0][0]
+
+
+def make_other_trainer() -> None:
+    make_trainer(DDPStrategy(), 4)
+
+
+def test_configuration_errors_are_value_errors_that_pickle() -> None:
+    import pickle
+
+    error = ConfigurationError(["a", "b"])
+    assert isinstance(error, ValueError)
+    assert pickle.loads(pickle.dumps(error)).violations == ("a", "b")
+
+
+def test_the_mesh_exists_once_training_has_begun() -> None:
+    with pytest.raises(RuntimeError, match="only once fit"):
+        _ = MeshStrategy().mesh
+    assert issubclass(MeshStrategy, ProcessGroupStrategy)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["tp_custom:sequence=true", "pp_custom:schedule=gpipe,stages=[1,2]", "cp_custom:context_attention=ring"]
+)
+def test_options_of_a_degree_that_the_machine_makes_1_are_kept(strategy: str) -> None:
+    """The same line serves one device and many."""
+    assert build_in_trainer(strategy).set_up_violations() == []
+
+
+def build_in_trainer(strategy: str) -> MeshStrategy:
+    found = make_trainer(build_strategy(strategy), 1).strategy
+    assert isinstance(found, MeshStrategy)
+    return found
