@@ -1,138 +1,207 @@
-"""Collectives with a backward, over ranks that share a sequence. Layer 1.
+"""Collectives with a backward, by Megatron-LM's names.
 
-A whole tensor is equal on all of them; a part is one rank's own. Gradients are averaged over the ranks afterwards: that
-is the sum over the parts inside, and the whole, equal on all, outside. So gradients of parts are those of this rank's
-part of the loss times the number of ranks. (`PartOfWhole` and `Rejoin` have gradients of the loss itself.)
+Each is a pair of primitives, one for the forward and one for the backward: the identity, `part_of`, `all_reduced`,
+`gathered`, `scattered` or `exchanged`. A whole tensor is equal on all ranks of a group; a part is one rank's own; a
+summand is what the ranks have to add up.
+
+Gradients are those of the loss where nothing is averaged over these ranks afterwards (tensor parallel). Where gradients
+of parameters are averaged over them (context parallel), every part of the loss has to count as often as there are
+ranks: `scale` multiplies gradients on their way between what is whole and the parts, by the number of ranks where parts
+are joined, and by one over it where a whole is split.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from typing_extensions import override
 
 from lightning_parallel import _torch
 
 
 @_torch.modes.not_compiled
-def split(whole: Tensor, dim: int, local: int, group: ProcessGroup) -> Tensor:
-    """This rank's part of `whole` along `dim`, `local` entries, padded with zeros."""
-    part: Tensor = _Split.apply(whole, dim, local, group)
-    return part
+def copy_to(whole: Tensor, group: ProcessGroup, *, scale: float = 1.0) -> Tensor:
+    """Identity forward, all-reduce backward (Megatron's f).
+
+    Args:
+        whole: Equal on all ranks, of which each goes on with it in its own way.
+        group: The ranks.
+        scale: Multiplies the gradient.
+    """
+    return paired(whole, alias, partial(all_reduced, group=group), scale=scale)
 
 
 @_torch.modes.not_compiled
-def gather(part: Tensor, dim: int, length: int, group: ProcessGroup) -> Tensor:
-    """The parts of all ranks along `dim` as one tensor of `length` entries, without padding. An all-gather."""
-    whole: Tensor = _Gather.apply(part, dim, length, group)
-    return whole
+def copy_all_to(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """`copy_to` for several tensors, whose gradients travel together: one all-reduce for each dtype."""
+    return list(_CopyAll.apply(group, *tensors)) if tensors else []
 
 
 @_torch.modes.not_compiled
-def exchange(states: Tensor, scatter: int, gather: int, group: ProcessGroup) -> Tensor:
-    """A part along dimension `gather` for a part along dimension `scatter`. An all-to-all."""
-    result: Tensor = _Exchange.apply(states, scatter, gather, group)
-    return result
+def reduce_from(summand: Tensor, group: ProcessGroup) -> Tensor:
+    """All-reduce forward, identity backward (Megatron's g)."""
+    return paired(summand, partial(all_reduced, group=group), _unchanged)
 
 
 @_torch.modes.not_compiled
-def same(whole: Tensor, group: ProcessGroup) -> Tensor:
-    """`whole`, of which each rank uses something else; backward averages over the ranks, an all-reduce."""
-    result: Tensor = _Same.apply(whole, group)
-    return result
+def scatter_to(whole: Tensor, dim: int, group: ProcessGroup, *, local: int | None = None, scale: float = 1.0) -> Tensor:
+    """This rank's part forward, all-gather backward.
+
+    Args:
+        whole: `[..., length, ...]`, equal on all ranks.
+        dim: The dimension of `length`.
+        group: The ranks.
+        local: How many entries a part has, the last ones padded with zeros; by default all have equal parts.
+        scale: Multiplies the gradient.
+
+    Returns:
+        `[..., local, ...]`.
+    """
+    length = whole.shape[dim]
+    forward = partial(part_of, dim=dim, local=length // group.size() if local is None else local, group=group)
+    return paired(whole, forward, partial(gathered, dim=dim, length=length, group=group), scale=scale)
+
+
+@_torch.modes.not_compiled
+def gather_from(
+    part: Tensor, dim: int, group: ProcessGroup, *, length: int | None = None, scale: float = 1.0
+) -> Tensor:
+    """All-gather forward, this rank's part backward: all ranks go on alike.
+
+    Args:
+        part: `[..., local, ...]`, this rank's.
+        dim: The dimension of `local`.
+        group: The ranks.
+        length: How many entries there are without padding; by default all.
+        scale: Multiplies the gradient.
+
+    Returns:
+        `[..., length, ...]`, equal on all ranks.
+    """
+    forward = partial(gathered, dim=dim, length=_length(part, dim, group, length), group=group)
+    return paired(part, forward, partial(part_of, dim=dim, local=part.shape[dim], group=group), scale=scale)
+
+
+@_torch.modes.not_compiled
+def gather_from_sequence(part: Tensor, dim: int, group: ProcessGroup, *, length: int | None = None) -> Tensor:
+    """All-gather forward, reduce-scatter backward: as `gather_from`, but each rank goes on in its own way."""
+    forward = partial(gathered, dim=dim, length=_length(part, dim, group, length), group=group)
+    return paired(part, forward, partial(scattered, dim=dim, local=part.shape[dim], group=group))
+
+
+@_torch.modes.not_compiled
+def reduce_scatter_to_sequence(summand: Tensor, dim: int, group: ProcessGroup, *, local: int) -> Tensor:
+    """Reduce-scatter forward, all-gather backward.
+
+    Args:
+        summand: `[..., length, ...]`, to be added up over the ranks.
+        dim: The dimension of `length`.
+        group: The ranks.
+        local: How many entries a part has, the last ones padded with zeros.
+
+    Returns:
+        `[..., local, ...]`: this rank's part of the sum.
+    """
+    forward = partial(scattered, dim=dim, local=local, group=group)
+    return paired(summand, forward, partial(gathered, dim=dim, length=summand.shape[dim], group=group))
+
+
+@_torch.modes.not_compiled
+def all_to_all(states: Tensor, scatter: int, gather: int, group: ProcessGroup) -> Tensor:
+    """All-to-all both ways: a part along dimension `gather` for a part along dimension `scatter`.
+
+    Args:
+        states: Whole along `scatter`, whose size the ranks divide, and a part along `gather`.
+        scatter: The dimension that is split.
+        gather: The dimension that is joined.
+        group: The ranks.
+    """
+    forward = partial(exchanged, scatter=scatter, gather=gather, group=group)
+    return paired(states, forward, partial(exchanged, scatter=gather, gather=scatter, group=group))
 
 
 def stacked(own: Tensor, group: ProcessGroup) -> Tensor:
-    """The tensors of all ranks, which are of one shape, along a new first dimension. An all-gather."""
-    together: Tensor = _Stack.apply(own, group)
-    return together
+    """Tensors `[...]` of all ranks as `[ranks, ...]`: all-gather forward, reduce-scatter backward."""
+    return gather_from_sequence(own[None], 0, group)
 
 
-class PartOfWhole(torch.autograd.Function):
-    """This rank's part of a tensor that is equal on all. Backward is an all-gather."""
+@_torch.modes.not_compiled
+def share_gradient(whole: Tensor, group: ProcessGroup) -> Tensor:
+    """Identity forward; backward divides by the number of ranks, as if each had an equal part in the gradient."""
+    return paired(whole, alias, _unchanged, scale=1 / group.size())
+
+
+# How they are made ---------------------------------------------------------------------------------------------------
+
+
+def paired(
+    tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor], *, scale: float = 1.0
+) -> Tensor:
+    """``forward(tensor)``, whose gradient is ``scale * backward(gradient)``."""
+    result: Tensor = _Paired.apply(tensor, forward, partial(_scaled, backward, scale))
+    return result
+
+
+class _Paired(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.pair = forward, backward
+        return forward(tensor)
 
     @staticmethod
-    @override
-    def forward(context: Any, whole: Tensor, dim: int, local: int, group: ProcessGroup) -> Tensor:
-        context.dim, context.length, context.group = dim, whole.shape[dim], group
-        return part_of(whole, dim, local, group)
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        forward, backward = ctx.pair
+        gradient = gradients[0]
+        # What a gradient of this gradient takes is the forward: it, too, counts each part as often as there are ranks.
+        back = _Paired.apply(gradient, backward, forward) if gradient.requires_grad else backward(gradient)
+        return back, None, None
+
+
+def _scaled(backward: Callable[[Tensor], Tensor], scale: float, gradient: Tensor) -> Tensor:
+    result = backward(gradient)
+    return result if scale == 1 else result * scale
+
+
+class _CopyAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, *tensors: Tensor) -> Any:
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return tuple(alias(tensor) for tensor in tensors)
 
     @staticmethod
-    @override
-    def backward(context: Any, *gradients: Any) -> Any:
-        return gathered(gradients[0], context.dim, context.length, context.group), None, None, None
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        summed: list[Any] = list(gradients)
+        by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                by_dtype[gradient.dtype].append(index)
+        for indices in by_dtype.values():
+            flat = torch.cat([gradients[index].reshape(-1) for index in indices])
+            dist.all_reduce(flat, group=ctx.group)
+            for index, total in zip(indices, flat.split([gradients[i].numel() for i in indices]), strict=True):
+                summed[index] = total.view_as(gradients[index])
+        return None, *summed
 
 
-class Rejoin(torch.autograd.Function):
-    """The parts of all ranks as one tensor, with which all go on alike. An all-gather; backward is local."""
-
-    @staticmethod
-    @override
-    def forward(context: Any, part: Tensor, dim: int, length: int, group: ProcessGroup) -> Tensor:
-        context.dim, context.local, context.group = dim, part.shape[dim], group
-        return gathered(part, dim, length, group)
-
-    @staticmethod
-    @override
-    def backward(context: Any, *gradients: Any) -> Any:
-        return part_of(gradients[0], context.dim, context.local, context.group), None, None, None
+# Primitives, without a backward --------------------------------------------------------------------------------------
 
 
-class _Split(PartOfWhole):
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        whole, *others = PartOfWhole.backward(context, *gradients)
-        return whole / context.group.size(), *others
+def alias(tensor: Tensor) -> Tensor:
+    """`tensor` as another object: autograd functions may not return what they are given."""
+    return tensor.view_as(tensor)
 
 
-class _Gather(Rejoin):
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        part, *others = Rejoin.backward(context, *gradients)
-        return part * context.group.size(), *others
-
-
-class _Stack(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, own: Tensor, group: ProcessGroup) -> Tensor:
-        context.group = group
-        return gathered(own[None], 0, group.size(), group)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        return scattered(gradients[0], 0, 1, context.group)[0], None
-
-
-class _Same(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, whole: Tensor, group: ProcessGroup) -> Tensor:
-        context.group = group
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        gradient = gradients[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=context.group)
-        return gradient / context.group.size(), None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, states: Tensor, scatter: int, gather: int, group: ProcessGroup) -> Tensor:
-        context.dims, context.group = (scatter, gather), group
-        parts = torch.stack(states.chunk(group.size(), scatter)).contiguous()
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return torch.cat(list(received), gather)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        scatter, gather = context.dims
-        return _Exchange.apply(gradients[0], gather, scatter, context.group), None, None, None
+def _unchanged(gradient: Tensor) -> Tensor:
+    return gradient
 
 
 def part_of(whole: Tensor, dim: int, local: int, group: ProcessGroup) -> Tensor:
@@ -142,8 +211,15 @@ def part_of(whole: Tensor, dim: int, local: int, group: ProcessGroup) -> Tensor:
     return padded(whole.narrow(dim, begin, max(0, min(local, length - begin))), dim, local).contiguous()
 
 
+def all_reduced(summand: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over the ranks."""
+    total = summand.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
 def scattered(summand: Tensor, dim: int, local: int, group: ProcessGroup) -> Tensor:
-    """This rank's part of the sum, along `dim`."""
+    """This rank's part of the sum over the ranks, `local` entries along `dim`."""
     size = group.size()
     parts = torch.cat(padded(summand, dim, local * size).chunk(size, dim)).contiguous()
     part = parts.new_empty(parts.shape[0] // size, *parts.shape[1:])
@@ -152,11 +228,19 @@ def scattered(summand: Tensor, dim: int, local: int, group: ProcessGroup) -> Ten
 
 
 def gathered(part: Tensor, dim: int, length: int, group: ProcessGroup) -> Tensor:
-    """The parts of all ranks along `dim`, without padding."""
+    """The parts of all ranks along `dim`, `length` entries without padding."""
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, part.contiguous(), group=group)
     whole = torch.cat(parts, dim)
     return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length).contiguous()
+
+
+def exchanged(states: Tensor, scatter: int, gather: int, group: ProcessGroup) -> Tensor:
+    """This rank's part along `scatter` of what the ranks hold, joined along `gather`."""
+    parts = torch.stack(states.chunk(group.size(), scatter)).contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return torch.cat(list(received), gather)
 
 
 def padded(part: Tensor, dim: int, length: int) -> Tensor:
@@ -167,3 +251,7 @@ def padded(part: Tensor, dim: int, length: int) -> Tensor:
     shape = list(part.shape)
     shape[dim] = missing
     return torch.cat([part, part.new_zeros(shape)], dim)
+
+
+def _length(part: Tensor, dim: int, group: ProcessGroup, length: int | None) -> int:
+    return part.shape[dim] * group.size() if length is None else length

@@ -206,10 +206,10 @@ def _both(outer: Any, inner: Any) -> Iterator[None]:
 def _keep_attention_and_half_the_products() -> Any:
     products = {False: 0, True: 0}
 
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operation in _torch.tensors.MATRIX_PRODUCTS:
-            products[context.is_recompute] += 1
-            is_kept = products[context.is_recompute] % 2 == 1
+            products[ctx.is_recompute] += 1
+            is_kept = products[ctx.is_recompute] % 2 == 1
         else:
             is_kept = operation in _torch.tensors.ATTENTIONS
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

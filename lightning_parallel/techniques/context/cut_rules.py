@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_parallel.ranks.collectives import same
 from lightning_parallel.techniques.context.sequences import Sequences
 
 
@@ -85,7 +84,7 @@ def cut_argument(name: str, value: Any, *, rule: CutRule, sequences: Sequences, 
             return _rows(value, sequences, length)
     if len(dims) == 1 or (dims and rule.rows):
         return sequences.cut(value, dims[0])
-    return same(value, sequences.group) if value.requires_grad else value
+    return sequences.share(value)
 
 
 def _is_of_samples(value: Tensor, hidden: Tensor, dim: int) -> bool:
@@ -97,7 +96,7 @@ def _rows(table: Tensor, sequences: Sequences, length: int) -> Tensor:
     """This part's rows of a table that is as long as the sequence, or longer; `table` itself where it is shorter."""
     dim = next((dim for dim, size in enumerate(table.shape) if size >= length), None)
     if dim is None:
-        return same(table, sequences.group) if table.requires_grad else table
+        return sequences.share(table)
     return sequences.cut(table.narrow(dim, 0, length), dim)
 
 

@@ -118,7 +118,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        context: Any,
+        ctx: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -128,20 +128,20 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         block = _Block(query.shape[1] // key.shape[1], query.shape[3] ** -0.5 if scale is None else scale)
         output, sums = _torch.attention.ring_attention(block.forward, query, key, value, group, is_causal=is_causal)
-        context.save_for_backward(query, key, value, output, sums)
-        context.block, context.group, context.is_causal = block, group, is_causal
+        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.block, ctx.group, ctx.is_causal = block, group, is_causal
         return output
 
     @staticmethod
     @override
     @once_differentiable
-    def backward(context: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: Any) -> Any:
         found = _torch.attention.ring_attention_backward(
-            context.block.backward,
+            ctx.block.backward,
             gradients[0].contiguous(),
-            context.saved_tensors,
-            context.group,
-            is_causal=context.is_causal,
+            ctx.saved_tensors,
+            ctx.group,
+            is_causal=ctx.is_causal,
         )
         return *found, None, None, None
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_parallel.module.hidden_states import Lengths
-from lightning_parallel.ranks.collectives import gather, padded, split
+from lightning_parallel.ranks.collectives import copy_to, gather_from, padded, scatter_to
 
 
 class Sequences:
@@ -51,15 +51,19 @@ class Sequences:
         local = self.lengths.add(whole.shape[dim])
         if self.folds:
             whole = _folded(padded(whole, dim, local * self.num_ranks), dim, self.num_ranks)
-        return split(whole, dim, local, self.group)
+        return scatter_to(whole, dim, self.group, local=local, scale=1 / self.num_ranks)
 
     def join(self, part: Tensor, dim: int) -> Tensor:
         """The parts of all ranks along `dim`, without padding. An all-gather."""
         length = self.whole_length(part.shape[dim])
         if not self.folds:
-            return gather(part, dim, length, self.group)
-        whole = gather(part, dim, part.shape[dim] * self.num_ranks, self.group)
+            return gather_from(part, dim, self.group, length=length, scale=self.num_ranks)
+        whole = gather_from(part, dim, self.group, scale=self.num_ranks)
         return _unfolded(whole, dim, self.num_ranks).narrow(dim, 0, length)
+
+    def share(self, value: Tensor) -> Tensor:
+        """`value`, whole on every rank, of which each uses something else: identity forward, mean backward."""
+        return copy_to(value, self.group, scale=1 / self.num_ranks) if value.requires_grad else value
 
 
 def _folded(whole: Tensor, dim: int, num_ranks: int) -> Tensor:

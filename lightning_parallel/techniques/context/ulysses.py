@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.ranks.collectives import exchange
+from lightning_parallel.ranks.collectives import all_to_all
 from lightning_parallel.techniques.context.sequences import Sequences
 
 
@@ -41,7 +41,7 @@ def attend(
     enable_gqa = q.shape[1] != k.shape[1]
     output = scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     padding = query.shape[2] * num_ranks - output.shape[2]
-    return exchange(F.pad(output, (0, 0, 0, padding)), 2, 1, sequences.group)
+    return all_to_all(F.pad(output, (0, 0, 0, padding)), 2, 1, sequences.group)
 
 
 def _heads_for_positions(sequences: Sequences, states: Tensor, repeats: int) -> Tensor:
@@ -51,7 +51,7 @@ def _heads_for_positions(sequences: Sequences, states: Tensor, repeats: int) -> 
     if not sequences.is_part(states.shape[2]):  # whole on every rank already, such as keys of learned slots
         sequences.lengths.taken.add(states.shape[2])
         return states.chunk(sequences.num_ranks, 1)[sequences.rank]
-    return exchange(states, 1, 2, sequences.group).narrow(2, 0, sequences.whole_length(states.shape[2]))
+    return all_to_all(states, 1, 2, sequences.group).narrow(2, 0, sequences.whole_length(states.shape[2]))
 
 
 def _mask(sequences: Sequences, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

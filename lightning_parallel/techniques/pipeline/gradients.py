@@ -68,13 +68,13 @@ class _Deposit(torch.autograd.Function):
     """A number whose backward hands out gradients that were computed before, times its own gradient."""
 
     @staticmethod
-    def forward(context: Any, anchor: Tensor, value: Tensor, deposit: Callable[[Tensor], None]) -> Tensor:
-        context.deposit = deposit
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, deposit: Callable[[Tensor], None]) -> Tensor:
+        ctx.deposit = deposit
         return value.clone()
 
     @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        context.deposit(gradients[0])
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.deposit(gradients[0])
         return None, None, None
 
 

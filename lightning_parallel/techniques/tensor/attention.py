@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.techniques.tensor.collectives import collect, contiguous_backward, leave
+from lightning_parallel.ranks.collectives import gather_from_sequence, reduce_from
+from lightning_parallel.techniques.tensor.dtensor_gradients import contiguous_backward
 from lightning_parallel.techniques.tensor.regions import ReplicatedRegion
 
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
@@ -63,7 +64,7 @@ class HeadSplit(TorchFunctionMode):
     def _as_whole(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor):
             return tensor
-        return self._region.as_whole(tensor, self._mesh)
+        return self._region.as_dtensor(tensor, self._mesh)
 
     @_torch.modes.not_compiled  # queries, keys and values differ in strides, for which the compiler has one frame
     def _attend(
@@ -97,14 +98,14 @@ class HeadSplit(TorchFunctionMode):
         size, dim, kv_heads = self._mesh.size(), states.ndim - 3, states.shape[-3]
         if kv_heads % size == 0:
             return self._own_heads(states)
-        whole = self._region.use(states.full_tensor() if isinstance(states, DTensor) else states)
+        whole = self._region.copy_to(states.full_tensor() if isinstance(states, DTensor) else states)
         own = torch.arange(heads // size, device=whole.device) + self._mesh.get_local_rank() * (heads // size)
         return whole.index_select(dim, own * kv_heads // heads)
 
     def _mask(self, mask: Tensor, heads: int) -> Tensor:
         whole = mask.full_tensor() if isinstance(mask, DTensor) else mask
         if whole.requires_grad:
-            whole = self._region.use(whole)
+            whole = self._region.copy_to(whole)
         if whole.ndim >= 3 and whole.shape[-3] == heads > 1:
             return whole.chunk(self._mesh.size(), -3)[self._mesh.get_local_rank()]
         return whole
@@ -153,12 +154,12 @@ def attend_multihead(
         scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
         shares = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
         output = shares @ v
-        weights = leave(shares.sum(1), region.group) / attention.num_heads
+        weights = reduce_from(shares.sum(1), region.group) / attention.num_heads
     else:
         output = _attention(q, k, v, mask, dropout, is_causal)
     output = output.transpose(1, 2).flatten(2)
     output = output if attention.batch_first else output.transpose(0, 1)
-    whole = region.leave(F.linear(output, attention.out_proj.weight.to_local()))
+    whole = region.row_output(F.linear(output, attention.out_proj.weight.to_local()))
     if attention.out_proj.bias is not None:
         whole = whole + attention.out_proj.bias.to(whole.dtype)
     if not is_batched:
@@ -176,7 +177,7 @@ def _projected(attention: Any, region: ReplicatedRegion, states: list[Tensor]) -
     biases = [None] * 3 if attention.in_proj_bias is None else _thirds(attention.in_proj_bias, region.group)
     found = []
     for each, weight, bias in zip(states, weights, biases, strict=True):
-        projected = F.linear(region.enter(each), weight, bias)
+        projected = F.linear(region.column_input(each), weight, bias)
         projected = projected if attention.batch_first else projected.transpose(0, 1)
         heads = attention.num_heads // region.group.size()
         found.append(projected.unflatten(-1, (heads, -1)).transpose(1, 2))
@@ -185,7 +186,7 @@ def _projected(attention: Any, region: ReplicatedRegion, states: list[Tensor]) -
 
 def _thirds(packed: DTensor, group: ProcessGroup) -> list[Tensor]:
     """This rank's rows for queries, for keys and for values; what it holds are rows of other thirds, too."""
-    whole = collect(packed.to_local(), 0, group)
+    whole = gather_from_sequence(packed.to_local(), 0, group)
     return [third.chunk(group.size())[group.rank()] for third in whole.chunk(3)]
 
 

@@ -59,7 +59,7 @@ def _by_columns(self: Any, split: SplitLayer, cls: type[Any], states: Tensor) ->
         return cls.forward(self, states)
     states = states.full_tensor() if isinstance(states, DTensor) else states
     bias = self.bias.to_local() if isinstance(self.bias, DTensor) else self.bias
-    return split.flow.as_part(_product(self, split.region.enter(states), bias))
+    return split.flow.as_part(_product(self, split.region.column_input(states), bias))
 
 
 def _by_rows(self: Any, split: SplitLayer, cls: type[Any], states: Tensor) -> Any:
@@ -68,8 +68,8 @@ def _by_rows(self: Any, split: SplitLayer, cls: type[Any], states: Tensor) -> An
     if isinstance(states, DTensor):
         states = states.redistribute(placements=[Shard(states.ndim - 1)]).to_local()
     elif states.shape[-1] != self.weight.to_local().shape[0 if is_transposed(self) else 1]:
-        states = split.region.divide(states)
-    result = split.region.leave(_product(self, states, None))
+        states = split.region.row_input(states)
+    result = split.region.row_output(_product(self, states, None))
     return result if self.bias is None else result + self.bias.to(result.dtype)
 
 

@@ -1,4 +1,4 @@
-"""How hidden states pass into the branches of a split layer, and out of them. Layer 1.
+"""Hidden states on their way into the branches of a split layer, and out of them.
 
 Between branches they are whole on every rank (`ReplicatedRegion`), or each rank has a part of the positions
 (`SequenceRegion`; Korthikanti et al. 2022): then norms, dropout and residuals are computed once and not on every rank,
@@ -20,18 +20,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_parallel.module.hidden_states import Lengths, own_stream, take_hidden
-from lightning_parallel.techniques.tensor.collectives import (
-    add_parts,
-    as_summand,
-    chunk,
-    enter,
-    enter_all,
-    leave,
-    part_of_whole,
-    rejoin,
-    shared_gradient,
-    whole_of_parts,
+from lightning_parallel.ranks.collectives import (
+    copy_all_to,
+    copy_to,
+    gather_from,
+    gather_from_sequence,
+    reduce_from,
+    reduce_scatter_to_sequence,
+    scatter_to,
+    share_gradient,
 )
+from lightning_parallel.techniques.tensor.dtensor_gradients import as_summand
 
 
 class ReplicatedRegion:
@@ -43,33 +42,36 @@ class ReplicatedRegion:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        self._entered: tuple[Tensor, Tensor] | None = None
+        self._column_input: tuple[Tensor, Tensor] | None = None
 
     @property
     def is_at_entry(self) -> bool:
         """Whether all that a layer is given is whole."""
         return True
 
-    def enter(self, states: Tensor) -> Tensor:
-        """Hidden states for a map by columns, entered once for all that read them: they share one all-reduce."""
-        if self._entered is None or self._entered[0] is not states:
-            self._entered = (states, enter(states, self.group))
-        return self._entered[1]
+    def column_input(self, states: Tensor) -> Tensor:
+        """The input of a column-parallel map, `[batch, length, width]`, of hidden states as they are between branches.
 
-    def leave(self, summand: Tensor) -> Tensor:
-        """Hidden states out of what each rank's map by rows gives."""
-        return leave(summand, self.group)
+        Maps that read the same hidden states share it, and so one all-reduce backward.
+        """
+        if self._column_input is None or self._column_input[0] is not states:
+            self._column_input = (states, copy_to(states, self.group))
+        return self._column_input[1]
 
-    def divide(self, whole: Tensor) -> Tensor:
-        """This rank's part of the last dimension of a tensor inside a branch that is whole on every rank."""
-        return chunk(whole, -1, self.group)
+    def row_output(self, summand: Tensor) -> Tensor:
+        """Hidden states as they are between branches, of each rank's output of a row-parallel map."""
+        return reduce_from(summand, self.group)
 
-    def use(self, whole: Tensor) -> Tensor:
-        """A tensor inside a branch that is whole on every rank, with which each goes on in its own way."""
-        return enter(whole, self.group)
+    def row_input(self, whole: Tensor) -> Tensor:
+        """This rank's input of a row-parallel map, `[..., width / ranks]`, of one that is whole inside a branch."""
+        return scatter_to(whole, -1, self.group)
 
-    def as_whole(self, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-        """A tensor inside a branch that is whole on every rank, as a DTensor."""
+    def copy_to(self, whole: Tensor) -> Tensor:
+        """A tensor that is whole inside a branch, of which each rank goes on with it in its own way."""
+        return copy_to(whole, self.group)
+
+    def as_dtensor(self, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+        """A tensor that is whole inside a branch, as a DTensor."""
         return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
 
     def run_layer(self, layer: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -77,14 +79,14 @@ class ReplicatedRegion:
         try:
             return function(*args, **kwargs)
         finally:
-            self._entered = None
+            self._column_input = None
 
     def run_branch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A submodule in which a branch begins."""
         return function(*args, **kwargs)
 
     def alone(self) -> ReplicatedRegion:
-        """Borders under which one layer can run by itself."""
+        """The region of one layer that runs by itself."""
         return self
 
     def whole_arguments(self, args: Any, kwargs: Any) -> Any:
@@ -117,7 +119,7 @@ class SequenceRegion(ReplicatedRegion):
         return self._is_first
 
     @override
-    def enter(self, states: Tensor) -> Tensor:
+    def column_input(self, states: Tensor) -> Tensor:
         if self._is_inside or any(states is argument for argument in self._arguments):
             return states
         if states.shape != self._shape:
@@ -125,26 +127,26 @@ class SequenceRegion(ReplicatedRegion):
                 f"a branch is given {tuple(states.shape)}, not the hidden states {tuple(self._shape or ())} of a part "
                 "of the positions"
             )
-        if self._entered is None or self._entered[0] is not states:
-            whole = whole_of_parts(states, self._lengths.dim, self._length(states), self.group)
-            self._entered = (states, whole)
-        return self._entered[1]
+        if self._column_input is None or self._column_input[0] is not states:
+            whole = gather_from_sequence(states, self._lengths.dim, self.group, length=self._length(states))
+            self._column_input = (states, whole)
+        return self._column_input[1]
 
     @override
-    def leave(self, summand: Tensor) -> Tensor:
+    def row_output(self, summand: Tensor) -> Tensor:
         local = self._lengths.add(summand.shape[self._lengths.dim])
-        return add_parts(summand, self._lengths.dim, local, self.group)
+        return reduce_scatter_to_sequence(summand, self._lengths.dim, self.group, local=local)
 
     @override
-    def divide(self, whole: Tensor) -> Tensor:
+    def row_input(self, whole: Tensor) -> Tensor:
         return whole.chunk(self.group.size(), -1)[self.group.rank()]
 
     @override
-    def use(self, whole: Tensor) -> Tensor:
-        return whole
+    def copy_to(self, whole: Tensor) -> Tensor:
+        return whole  # its gradient is a summand already
 
     @override
-    def as_whole(self, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    def as_dtensor(self, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
         dim = self._lengths.dim
         if tensor.ndim > dim + 1 and tensor.shape[dim] in self._lengths.whole and self._shape is not None:
             self._refuse_mixing(tensor)
@@ -158,25 +160,25 @@ class SequenceRegion(ReplicatedRegion):
     @override
     def run_layer(self, layer: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         hidden, args, kwargs = take_hidden(args, kwargs)
-        args, kwargs = tree_map_only(Tensor, self._enter_argument, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, self._copied_argument, (args, kwargs))
         self._arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if self._is_first:
             local = self._lengths.add(hidden.shape[self._lengths.dim])
-            hidden = part_of_whole(hidden, self._lengths.dim, local, self.group)
+            hidden = scatter_to(hidden, self._lengths.dim, self.group, local=local)
         self._shape = hidden.shape
         is_random = layer.training and torch.is_grad_enabled()
         try:
-            with _entered_parameters(layer, self.group), own_stream(self.group, is_needed=is_random):
+            with _copied_parameters(layer, self.group), own_stream(self.group, is_needed=is_random):
                 output = function(hidden, *args, **kwargs)
         finally:
-            self._entered = self._shape = None
+            self._column_input = self._shape = None
             self._arguments = []
         first, *others = output if isinstance(output, tuple) else (output,)
         if isinstance(first, DTensor):
             self._refuse_mixing(first)
         if self._is_last:
-            first = rejoin(first, self._lengths.dim, self._length(first), self.group)
-        others = tree_map_only(Tensor, self._leave_result, others)
+            first = gather_from(first, self._lengths.dim, self.group, length=self._length(first))
+        others = tree_map_only(Tensor, self._shared_result, others)
         return (first, *others) if isinstance(output, tuple) else first
 
     @override
@@ -184,7 +186,7 @@ class SequenceRegion(ReplicatedRegion):
         if self._is_inside or self._shape is None:
             return function(*args, **kwargs)
         hidden, args, kwargs = take_hidden(args, kwargs)
-        hidden = self.enter(hidden)
+        hidden = self.column_input(hidden)
         self._is_inside = True
         try:
             return function(hidden, *args, **kwargs)
@@ -197,7 +199,7 @@ class SequenceRegion(ReplicatedRegion):
             return args, kwargs
         hidden, args, kwargs = take_hidden(args, kwargs)
         dim = self._lengths.dim
-        return (rejoin(hidden, dim, self._length(hidden), self.group), *args), kwargs
+        return (gather_from(hidden, dim, self.group, length=self._length(hidden)), *args), kwargs
 
     @override
     def alone(self) -> SequenceRegion:
@@ -206,15 +208,15 @@ class SequenceRegion(ReplicatedRegion):
     def _length(self, part: Tensor) -> int:
         return self._lengths.whole[part.shape[self._lengths.dim]]
 
-    def _enter_argument(self, tensor: Tensor) -> Tensor:
-        return enter(tensor, self.group) if tensor.requires_grad else tensor
+    def _copied_argument(self, tensor: Tensor) -> Tensor:
+        return copy_to(tensor, self.group) if tensor.requires_grad else tensor
 
-    def _leave_result(self, tensor: Tensor) -> Tensor:
-        return shared_gradient(tensor, self.group) if tensor.requires_grad else tensor
+    def _shared_result(self, tensor: Tensor) -> Tensor:
+        return share_gradient(tensor, self.group) if tensor.requires_grad else tensor
 
 
 @contextlib.contextmanager
-def _entered_parameters(layer: nn.Module, group: ProcessGroup) -> Iterator[None]:
+def _copied_parameters(layer: nn.Module, group: ProcessGroup) -> Iterator[None]:
     """While this is open, gradients of parameters that every rank has whole are added up: one all-reduce a layer."""
     found = [
         (child, name, parameter)
@@ -222,10 +224,10 @@ def _entered_parameters(layer: nn.Module, group: ProcessGroup) -> Iterator[None]
         for name, parameter in child._parameters.items()
         if parameter is not None and parameter.requires_grad and not isinstance(parameter, DTensor)
     ]
-    entered = enter_all([parameter for _, _, parameter in found], group) if torch.is_grad_enabled() else []
+    copies = copy_all_to([parameter for _, _, parameter in found], group) if torch.is_grad_enabled() else []
     try:
-        for (child, name, _), alias in zip(found, entered, strict=False):
-            child.__dict__[name] = alias  # found before the parameter of that name
+        for (child, name, _), copied in zip(found, copies, strict=False):
+            child.__dict__[name] = copied  # found before the parameter of that name
         yield
     finally:
         for child, name, _ in found:

@@ -188,12 +188,12 @@ def _run(layer: nn.Module, args: list[Any], kwargs: dict[str, Any], trace: Layer
 
 class _Mark(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, output: Tensor, path: str) -> Tensor:
-        context.path = path
+    def forward(ctx: Any, output: Tensor, path: str) -> Tensor:
+        ctx.path = path
         return output.clone()  # a view might not be written into
 
     @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: Any) -> Any:
         raise AssertionError("a trace has no backward")
 
 

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel import _torch
+from lightning_parallel.ranks.collectives import copy_to, reduce_from
 from lightning_parallel.techniques.tensor.attention import HeadSplit
-from lightning_parallel.techniques.tensor.collectives import enter, leave
 from lightning_parallel.techniques.tensor.regions import ReplicatedRegion
 
 _cross_entropy = F.cross_entropy
@@ -92,12 +92,12 @@ def _look_up(self: Any, mesh: DeviceMesh, tokens: Tensor) -> Tensor:
     rows = F.embedding(torch.where(is_own, own, 0), table)
     if self.padding_idx is not None:  # its row gets no gradient
         rows = torch.where((tokens == self.padding_idx)[..., None], rows.detach(), rows)
-    return leave(torch.where(is_own[..., None], rows, 0), group)
+    return reduce_from(torch.where(is_own[..., None], rows, 0), group)
 
 
 def _score(self: Any, mesh: DeviceMesh, states: Tensor) -> Tensor:
     bias = None if self.bias is None else self.bias.to_local()
-    local = F.linear(enter(states, mesh.get_group()), self.weight.to_local(), bias)
+    local = F.linear(copy_to(states, mesh.get_group()), self.weight.to_local(), bias)
     return DTensor.from_local(local, mesh, [Shard(local.ndim - 1)], run_check=False)
 
 
@@ -155,7 +155,7 @@ class SplitLogits(HeadSplit):
         sums = [(local - largest[..., None]).exp().sum(-1), torch.where(is_own, of_target, 0)]
         if label_smoothing:
             sums.append(local.sum(-1))
-        total, of_target, *of_all = leave(torch.stack(sums), self._region.group)
+        total, of_target, *of_all = reduce_from(torch.stack(sums), self._region.group)
         losses: Tensor = total.log() + largest - of_target
         if label_smoothing:
             mean = of_all[0] / (size * self._mesh.size())
