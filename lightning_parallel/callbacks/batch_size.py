@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_parallel.callbacks.size_search import largest_fitting
 from lightning_parallel.callbacks.trials import TrainingState, drop_loader, isolated, run_steps
 from lightning_parallel.errors import check
-from lightning_parallel.ranks.memory import free_memory, host_memory, peak_memory, reset_peak_memory
+from lightning_parallel.ranks.memory import peak_memory, reset_peak_memory, usable_memory
 from lightning_parallel.techniques.sharding import abandon_step
 
 if TYPE_CHECKING:
@@ -231,12 +231,8 @@ class BatchSizeFinder(Callback):
 
 def _memory_limit(trainer: Trainer) -> int:
     """Bytes that this rank may use."""
-    device = trainer.strategy.root_device
-    if device.type != "cuda":
-        return host_memory() // max(1, getattr(trainer.strategy, "num_processes", 1))
-    _, total = torch.cuda.mem_get_info(device)
-    left = free_memory(device) + torch.cuda.memory_allocated(device)  # others and NCCL have the rest
-    return min(int(total * torch.cuda.get_per_process_memory_fraction(device)), left)
+    num_processes = getattr(trainer.strategy, "num_processes", 1)
+    return usable_memory(trainer.strategy.root_device, num_processes=num_processes)
 
 
 def _peak_since_last_call(device: torch.device) -> int:

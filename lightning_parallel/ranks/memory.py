@@ -1,4 +1,4 @@
-"""How much memory there is, how much is free, and how much was used at most: of a device, and of the host. Layer 1.
+"""Memory of a device, and of the host: how much there is, how much is free, and how much was used at most.
 
 The host is this process's share of a machine as the kernel sees it: within the limit of its control groups (containers,
 batch systems), not what the machine has.
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import accelerator
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -33,9 +34,9 @@ def host_memory() -> int:
 def free_memory(device: torch.device) -> int:
     """Bytes that this process could still allocate on `device`, if nobody else does meanwhile.
 
-    On CUDA that is what the driver says is free and what torch's allocator holds unused. On the host (and on devices
-    that share its memory) it is what the kernel calls available, within the limit of the container; other processes
-    of this machine have not been given their part.
+    On an accelerator that is what the driver says is free and what torch's allocator holds unused. On the host (and on
+    devices that share its memory) it is what the kernel calls available, within the limit of the container; other
+    processes of this machine have not been given their part.
 
     Args:
         device: The device of this process.
@@ -43,22 +44,38 @@ def free_memory(device: torch.device) -> int:
     Example:
         >>> free_memory(torch.device("cpu"))
     """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if _has_own_memory(device):
+        free, _ = accelerator.get_memory_info(device)
+        return free + accelerator.memory_reserved(device) - accelerator.memory_allocated(device)
     return max(0, min([_available(), *(limit - used for limit, used in _cgroup_limits())]))
 
 
+def usable_memory(device: torch.device, *, num_processes: int) -> int:
+    """Bytes that this process may allocate in all on `device`.
+
+    Args:
+        device: The device of this process. Of the host it is an equal part, as other processes need theirs.
+        num_processes: How many processes share this machine.
+    """
+    if not _has_own_memory(device):
+        return host_memory() // max(1, num_processes)
+    _, total = accelerator.get_memory_info(device)
+    fraction = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)  # CUDA's and XPU's
+    left = free_memory(device) + accelerator.memory_allocated(device)  # other processes and libraries have the rest
+    return min(int(total * fraction(device)) if fraction is not None else total, left)
+
+
 def reset_peak_memory(device: torch.device) -> bool:
-    """Let `peak_memory` count from now on. Returns whether it does: only CUDA and Linux can.
+    """Let `peak_memory` count from now on. Returns whether it does: only accelerators and Linux can.
 
     Elsewhere, and where a sandbox forbids it, the host's peak is that of the whole life of the process.
 
     Args:
         device: The device of this process.
     """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if _has_own_memory(device):
+        if accelerator.memory_stats(device):  # else nothing was allocated yet, of which torch 2.11 makes an error
+            accelerator.reset_peak_memory_stats(device)
         return True
     with contextlib.suppress(OSError):
         (_PROC / "self" / "clear_refs").write_text("5")  # proc(5): resets the high-water mark of the resident set
@@ -69,14 +86,14 @@ def reset_peak_memory(device: torch.device) -> bool:
 def peak_memory(device: torch.device) -> int:
     """The most bytes that this process held at once on `device` since `reset_peak_memory`.
 
-    On CUDA that is what torch allocated. On the host it is the resident set, which also holds the program and what the
-    allocator did not give back.
+    On an accelerator that is what torch allocated. On the host it is the resident set, which also holds the program and
+    what the allocator did not give back.
 
     Args:
         device: The device of this process.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if _has_own_memory(device):
+        return accelerator.max_memory_allocated(device)
     mark = _kernel_table(_PROC / "self" / "status").get("VmHWM")
     if mark is not None:
         return mark
@@ -90,11 +107,15 @@ def headroom(device: torch.device) -> int:
     Args:
         device: The device of this process.
     """
-    if device.type == "cuda":
-        held = torch.cuda.memory_allocated(device)
+    if _has_own_memory(device):
+        held = accelerator.memory_allocated(device)
     else:
         held = _kernel_table(_PROC / "self" / "status").get("VmRSS", peak_memory(device))
     return max(0, free_memory(device) - max(0, peak_memory(device) - held))
+
+
+def _has_own_memory(device: torch.device) -> bool:
+    return device.type not in ("cpu", "mps")  # Apple's devices share the host's
 
 
 def _available() -> int:

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from lightning_parallel.ranks import memory
-from lightning_parallel.ranks.memory import free_memory, host_memory, peak_memory, reset_peak_memory
+from lightning_parallel.ranks.memory import (
+    free_memory,
+    headroom,
+    host_memory,
+    peak_memory,
+    reset_peak_memory,
+    usable_memory,
+)
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -113,21 +120,41 @@ def test_the_peak_of_this_process() -> None:
     assert peak_memory(CPU) < before + 30 * MIB
 
 
-def test_cuda_is_asked_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not run on a GPU: which of torch's numbers make up ours."""
-    device = torch.device("cuda", 1)
+def test_accelerators_are_asked_for_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not run on a device: which of torch's numbers make up ours, on CUDA and elsewhere."""
     answers = {
-        "mem_get_info": (5 * GIB, 80 * GIB),
+        "get_memory_info": (5 * GIB, 80 * GIB),
         "memory_reserved": 3 * GIB,
         "memory_allocated": GIB,
         "max_memory_allocated": 2 * GIB,
+        "memory_stats": {"allocated_bytes.all.current": GIB},
         "reset_peak_memory_stats": None,
     }
     asked: list[tuple[str, torch.device]] = []
     for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda d, n=name, a=answer: (asked.append((n, d)), a)[1])
-    assert free_memory(device) == 7 * GIB
-    assert peak_memory(device) == 2 * GIB
-    assert reset_peak_memory(device)
-    assert {name for name, _ in asked} == set(answers)
-    assert {given for _, given in asked} == {device}
+        monkeypatch.setattr(torch.accelerator, name, lambda d, n=name, a=answer: (asked.append((n, d)), a)[1])
+    for device in (torch.device("cuda", 1), torch.device("xpu", 1)):
+        asked.clear()
+        assert free_memory(device) == 7 * GIB
+        assert peak_memory(device) == 2 * GIB
+        assert headroom(device) == 6 * GIB
+        assert reset_peak_memory(device)
+        assert {name for name, _ in asked} == set(answers)
+        assert {given for _, given in asked} == {device}
+    fractions = [("cuda", 0.05, 4 * GIB), ("cuda", 1.0, 8 * GIB), ("mtia", None, 8 * GIB)]  # the last knows of none
+    for kind, fraction, expected in fractions:
+        if fraction is not None:
+            module = torch.get_device_module(kind)
+            monkeypatch.setattr(module, "get_per_process_memory_fraction", lambda d, f=fraction: f)
+        assert usable_memory(torch.device(kind, 0), num_processes=4) == expected
+
+
+def test_what_was_never_used_has_no_peak_to_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 and 2.13 make an error of it."""
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: {})
+    assert reset_peak_memory(torch.device("cuda", 0))
+
+
+def test_a_process_may_use_its_share_of_the_host(machine: Path) -> None:
+    assert usable_memory(CPU, num_processes=4) == 16 * GIB
+    assert usable_memory(torch.device("mps"), num_processes=0) == 64 * GIB

@@ -49,8 +49,8 @@ class StepClock:
         self._inside += self._layers[index][-1]
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
         return time.perf_counter()
 
     def costs(self, group: ProcessGroup) -> StepCosts:
