@@ -88,7 +88,7 @@ def _name_of_hidden(kwargs: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def own_stream(group: ProcessGroup, *, is_needed: bool) -> Iterator[None]:
+def sequence_part_stream(group: ProcessGroup, *, is_needed: bool) -> Iterator[None]:
     """Other random numbers on each part of the sequence, from a seed that its ranks draw alike."""
     if not is_needed:
         yield

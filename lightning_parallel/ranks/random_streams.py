@@ -1,4 +1,4 @@
-"""Streams of random numbers: different on ranks that read different samples, and the same again on resume. Layer 1."""
+"""States of random number generators, and streams: other numbers on ranks that read other samples, also on resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RandomState:
 
     Args:
         host: torch's generator of the host.
-        device: That of the accelerator; ``None`` without one.
+        device: That of one accelerator; ``None`` without one.
         python: That of `random`.
         numpy: That of `numpy.random`.
     """
@@ -34,15 +34,15 @@ class RandomState:
 
     @classmethod
     def take(cls, device: torch.device) -> RandomState:
-        """The state now, on a rank with `device`."""
-        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        """The state now, on a rank with `device`; of the host's generators alone, where that is the host."""
+        on_device = torch.get_device_module(device).get_rng_state(device) if _is_seeded(device) else None
         return cls(torch.get_rng_state(), on_device, random.getstate(), np.random.get_state())
 
     def restore(self, device: torch.device) -> None:
         """Make it the state again."""
         torch.set_rng_state(self.host)
-        if self.device is not None and device.type == "cuda":
-            torch.cuda.set_rng_state(self.device, device)
+        if self.device is not None and _is_seeded(device):
+            torch.get_device_module(device).set_rng_state(self.device, device)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
@@ -66,22 +66,37 @@ class RandomState:
         return cls(plain["host"], plain["device"], (version, tuple(numbers), gauss), numpy)
 
 
-def seed_generators(seed: int) -> None:
-    """Seed torch's generators of the host and of devices in use: `torch.manual_seed`, but for what it costs.
+@contextlib.contextmanager
+def unchanged_generators(device: torch.device) -> Iterator[None]:
+    """When this closes, every generator is where it was: what is drawn in here changes nothing outside.
 
-    That one also notes the stack of its caller for each kind of device that was never used.
+    Args:
+        device: This rank's device, or the host where nothing on a device draws.
     """
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
+    state = RandomState.take(device)
+    try:
+        yield
+    finally:
+        state.restore(device)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed every generator that code draws from without naming one."""
+    _seed_torch(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 @contextlib.contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """In here, torch's generators of the host and of this device draw from `seed`; then they go on where they were."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        seed_generators(seed)
+    """In here, torch's generators of the host and of this device draw from `seed`; then they go on where they were.
+
+    Around each layer of a step: those of `random` and `numpy` would cost more than the layers' own.
+    """
+    device = _used_accelerator()
+    devices, kind = ([], "cuda") if device is None else ([device], device.type)
+    with torch.random.fork_rng(devices=devices, device_type=kind):
+        _seed_torch(seed)
         yield
 
 
@@ -90,7 +105,7 @@ def seed_of_part(seed: int, part: int) -> int:
     return (seed + part * _STRIDE) % 2**63
 
 
-def own_stream(data_rank: int, *, progress: int, device: torch.device) -> RandomState:
+def data_rank_stream(data_rank: int, *, progress: int, device: torch.device) -> RandomState:
     """The beginning of a stream of one of the ranks that share a seed; what is drawn from now stays as it is.
 
     Args:
@@ -98,11 +113,28 @@ def own_stream(data_rank: int, *, progress: int, device: torch.device) -> Random
         progress: How many updates there were: a run that resumes does not begin the stream again.
         device: This rank's device.
     """
-    shared = RandomState.take(device)
-    seed = seed_of_part(torch.initial_seed() + progress, data_rank + 1)
-    torch.manual_seed(seed)  # every device's generator, too
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    own = RandomState.take(device)
-    shared.restore(device)
-    return own
+    with unchanged_generators(device):
+        seed_generators(seed_of_part(torch.initial_seed() + progress, data_rank + 1))
+        return RandomState.take(device)
+
+
+def _is_seeded(device: torch.device) -> bool:
+    """Whether there is a generator for each device of this kind, beside the host's."""
+    return device.type not in ("cpu", "mps", "meta")
+
+
+def _used_accelerator() -> torch.device | None:
+    """The accelerator on which this process draws; `None` where it has used none yet."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not _is_seeded(accelerator):
+        return None
+    if not torch.get_device_module(accelerator).is_initialized():
+        return None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _seed_torch(seed: int) -> None:
+    """`torch.manual_seed`, but for the stack of its caller, which that notes for each kind of device never used."""
+    torch.default_generator.manual_seed(seed)
+    if (device := _used_accelerator()) is not None:
+        torch.get_device_module(device).manual_seed_all(seed)

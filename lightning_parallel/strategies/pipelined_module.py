@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
@@ -18,7 +15,7 @@ from lightning_parallel import _torch
 from lightning_parallel.errors import check
 from lightning_parallel.module.placeholders import name_sources, placeholders_in
 from lightning_parallel.parallelize import Parallelized
-from lightning_parallel.ranks.random_streams import RandomState, seed_generators, seed_of_part
+from lightning_parallel.ranks.random_streams import seed_generators, seed_of_part, unchanged_generators
 from lightning_parallel.ranks.stage_owners import broadcast_object
 from lightning_parallel.steps import PipelinedSteps
 from lightning_parallel.strategies.step_logs import StepLogs
@@ -107,10 +104,10 @@ class PipelinedModule:
             return self._place_again(placement).run(name, batch, *args)
         if name == TRAINING:
             seed = _next_seed()
-            with _unchanged_numbers(self._device):
+            with unchanged_generators(self._device):
                 return self._train(parts, args, seed, size // count)
         # One process draws nothing in most evaluations, and the next epoch is shuffled by what comes next.
-        with _unchanged_numbers(self._device):
+        with unchanged_generators(self._device):
             self._num_evaluated += 1
             seed = seed_of_part(_next_seed(), self._num_evaluated << 20)
             return self._evaluate(name, parts, args, seed, size // count)
@@ -158,7 +155,7 @@ class PipelinedModule:
 
         def forward(stage: int, microbatch: int, received: Passed | None) -> Passed | None:
             own_seed = seed_of_part(seed, microbatch)
-            _draw_from(own_seed)
+            seed_generators(own_seed)
             with (
                 logs.of(microbatch),
                 _torch.attention.slow_attention(),
@@ -215,7 +212,7 @@ class PipelinedModule:
 
     def _misplaced(self, name: str, part: Any, args: Any) -> Positions | None:
         """Where parameters are used, unless each stage has what it uses already."""
-        with _unchanged_numbers(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention():
+        with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention():
             traced = trace_positions(self._module, self._cut.router, name, lambda: self._traced_step(name, part, args))
         return corrected(self._cut.placement.positions, traced, self._cut.plan, is_first=len(self._looked_at) == 1)
 
@@ -235,7 +232,7 @@ class PipelinedModule:
             return output if stage != self._cut.plan.last else None
 
         with (
-            _unchanged_numbers(self._device),
+            unchanged_generators(self._device),
             unchanged(self._module),
             torch.no_grad(),
             _torch.attention.slow_attention(),
@@ -277,22 +274,6 @@ class _Microstep:
 def _next_seed() -> int:
     """A number that all ranks of a pipeline draw alike."""
     return int(torch.randint(2**62, ()))
-
-
-@contextmanager
-def _unchanged_numbers(device: torch.device) -> Iterator[None]:
-    """What is drawn in here leaves the random numbers outside as they are."""
-    state = RandomState.take(device)
-    try:
-        yield
-    finally:
-        state.restore(device)
-
-
-def _draw_from(seed: int) -> None:
-    seed_generators(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 def _foreign(output: Any, logs: StepLogs) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_parallel.ranks.random_streams import RandomState, own_stream
+from lightning_parallel.ranks.random_streams import RandomState, data_rank_stream
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -47,7 +47,7 @@ class RandomStreams:
         if len(states) == dist.get_world_size():
             self._own = RandomState.from_plain(own)
         else:
-            self._own = own_stream(data_rank, progress=trainer.global_step, device=device)
+            self._own = data_rank_stream(data_rank, progress=trainer.global_step, device=device)
 
     @contextmanager
     def step(self, device: torch.device) -> Iterator[None]:

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_parallel import full_state_dict
-from lightning_parallel.ranks.random_streams import RandomState, own_stream
+from lightning_parallel.ranks.random_streams import RandomState, data_rank_stream
 from tests.jobs.lifecycle import loader, trainer_for
 from tests.models.cases import ByteGPT, next_token_loss
 from tests.parity import difference
@@ -111,7 +111,7 @@ def test_streams_do_not_meet() -> None:
         torch.manual_seed(seed)
         first = torch.get_rng_state()
         for rank in range(3):
-            own = own_stream(rank, progress=0, device=torch.device("cpu"))
+            own = data_rank_stream(rank, progress=0, device=torch.device("cpu"))
             assert torch.equal(torch.get_rng_state(), first)
             own.restore(torch.device("cpu"))
             drawn.add(float(torch.rand(())))

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError, check
-from lightning_parallel.module.hidden_states import Lengths, own_stream, take_hidden
+from lightning_parallel.module.hidden_states import Lengths, sequence_part_stream, take_hidden
 from lightning_parallel.module.kv_cache import is_cache, without_fresh_cache
 from lightning_parallel.module.layer_check import probing
 from lightning_parallel.techniques.context.attention import SplitAttention
@@ -163,7 +163,7 @@ class _Part:
         args = tuple(_map_named(cut, "", value) for value in args)
         kwargs = {name: _map_named(cut, name, value) for name, value in kwargs.items()}
         with (
-            own_stream(sequences.group, is_needed=layer.training and torch.is_grad_enabled()),
+            sequence_part_stream(sequences.group, is_needed=layer.training and torch.is_grad_enabled()),
             _torch.attention.slow_attention(),
             _torch.autograd.checkpoints_replaced(attention.around),
             attention,

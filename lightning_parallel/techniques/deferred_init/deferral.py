@@ -12,13 +12,13 @@ built eagerly instead, from the same random state. The idea is that of torchdist
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_parallel.ranks.random_streams import RandomState
 from lightning_parallel.techniques.deferred_init.record import HostInsteadOfMeta, InitRecord, NotRecordableError
 
 
@@ -60,7 +60,7 @@ class Deferral:
         self._module = self.record = None
 
     def _build_deferred(self, module: nn.Module, build: Callable[[], None]) -> None:
-        before, states = _contents(module), _random_states()
+        before, state = _contents(module), RandomState.take(_HOST)
         record = InitRecord()
         try:
             with record:
@@ -68,7 +68,7 @@ class Deferral:
             record.finish(module)
         except Exception as error:
             _set_contents(module, before)
-            _set_random_states(states)
+            state.restore(_HOST)
             reason = f"{error}" if isinstance(error, NotRecordableError) else f"{type(error).__name__}: {error}"
             with HostInsteadOfMeta():
                 build()  # if this is the user's own error, it comes again
@@ -84,6 +84,7 @@ def unrecorded_meta_tensors(module: nn.Module, record: InitRecord | None) -> lis
 
 
 _Contents = dict[nn.Module, tuple[dict[str, Any], dict[str, dict[str, Any]]]]
+_HOST = torch.device("cpu")  # on which a recorded build draws
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -99,12 +100,3 @@ def _set_contents(module: nn.Module, contents: _Contents) -> None:
         for table, entries in tables.items():
             getattr(submodule, table).clear()
             getattr(submodule, table).update(entries)
-
-
-def _random_states() -> tuple[Tensor, Any]:
-    return torch.get_rng_state(), random.getstate()
-
-
-def _set_random_states(states: tuple[Tensor, Any]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])

@@ -181,8 +181,8 @@ class LayerRouter:
         if placeholders := placeholders_in((args, kwargs)):
             raise ConfigurationError([self._foreign(index, placeholders)])
         timed = contextlib.nullcontext() if self._clock is None else self._clock.of_layer(index)
-        own_stream = _own_stream(self._seed, index, is_needed=layer.training and torch.is_grad_enabled())
-        with timed, own_stream, _torch.modes.outside_of(self._mode):  # its arguments stand in already
+        stream = _layer_stream(self._seed, index, is_needed=layer.training and torch.is_grad_enabled())
+        with timed, stream, _torch.modes.outside_of(self._mode):  # its arguments stand in already
             return run(*args, **kwargs)
 
     # What passes from stage to stage ------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def _routing(cls: type[Any], router: LayerRouter, indices: Mapping[nn.Module, in
     return _torch.modules.subclass_calling(cls, call)
 
 
-def _own_stream(seed: int | None, index: int, *, is_needed: bool) -> contextlib.AbstractContextManager[None]:
+def _layer_stream(seed: int | None, index: int, *, is_needed: bool) -> contextlib.AbstractContextManager[None]:
     """Random numbers of one layer, whichever stage it is on: what other layers draw does not matter."""
     # `seed` is that of a microbatch, and theirs are neighbouring parts of one, so layers' are far from these.
     return (

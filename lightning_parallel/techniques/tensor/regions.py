@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from lightning_parallel.module.hidden_states import Lengths, own_stream, take_hidden
+from lightning_parallel.module.hidden_states import Lengths, sequence_part_stream, take_hidden
 from lightning_parallel.ranks.collectives import (
     copy_all_to,
     copy_to,
@@ -168,7 +168,7 @@ class SequenceRegion(ReplicatedRegion):
         self._shape = hidden.shape
         is_random = layer.training and torch.is_grad_enabled()
         try:
-            with _copied_parameters(layer, self.group), own_stream(self.group, is_needed=is_random):
+            with _copied_parameters(layer, self.group), sequence_part_stream(self.group, is_needed=is_random):
                 output = function(hidden, *args, **kwargs)
         finally:
             self._column_input = self._shape = None

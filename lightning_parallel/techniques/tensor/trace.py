@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.module.dry_run import side_effects_undone
+from lightning_parallel.ranks.random_streams import unchanged_generators
 from lightning_parallel.techniques.tensor.argument_guesses import guess_arguments
 
 _attention = F.scaled_dot_product_attention
@@ -179,7 +180,7 @@ def _run(layer: nn.Module, args: list[Any], kwargs: dict[str, Any], trace: Layer
         handles.append(child.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(child.register_forward_hook(after))
     try:
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]), _AttentionNoted(trace):
+        with torch.enable_grad(), unchanged_generators(torch.device("cpu")), _AttentionNoted(trace):
             layer(*args, **kwargs)
     finally:
         for handle in handles:
