@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_parallel.checkpoint.full_state import full_state_dict as whole_model
 from lightning_parallel.checkpoint.full_state import whole
 from lightning_parallel.errors import check
+from lightning_parallel.ranks.dtensors import local_of
 from lightning_parallel.techniques.sharding import reshard_units
 
 if TYPE_CHECKING:
@@ -175,10 +176,10 @@ class ExponentialMovingAverage(Callback):
             if average is None and parameter.requires_grad:
                 self._average[name] = _copied(parameter)
             elif average is not None and average.dtype == parameter.dtype:
-                averages.append(_local(average))
-                values.append(_local(parameter))
+                averages.append(local_of(average))
+                values.append(local_of(parameter))
             elif average is not None:  # one by one: only one tensor is widened at a time
-                _local(average).lerp_(_local(parameter).to(average.dtype), 1 - self._decay)
+                local_of(average).lerp_(local_of(parameter).to(average.dtype), 1 - self._decay)
         if averages:
             get_ema_multi_avg_fn(self._decay)(averages, values, 0)
 
@@ -206,9 +207,9 @@ class ExponentialMovingAverage(Callback):
             self._place(trainer, pl_module)
         parameters = _parameters(pl_module)
         for name, average in self._average.items():
-            local = _local(parameters[name])
+            local = local_of(parameters[name]).detach()
             self._raw.append((local, local.clone()))
-            local.copy_(_local(average))  # in place: FSDP2 gathers from this memory
+            local.copy_(local_of(average))  # in place: FSDP2 gathers from this memory
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
@@ -266,10 +267,6 @@ def _mismatch(name: str, average: Tensor, parameter: Tensor | None) -> str | Non
             f"the checkpoint averages {name} of shape {tuple(average.shape)}, the module's is {tuple(parameter.shape)}"
         )
     return None
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

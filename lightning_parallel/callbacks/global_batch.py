@@ -19,6 +19,7 @@ from lightning_parallel.callbacks.batch_geometry import (
     updates_in_backward,
 )
 from lightning_parallel.errors import check
+from lightning_parallel.ranks.divisibility import divisors, listed
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -153,5 +154,4 @@ def _in_backward_violations(size: int, microstep: Microstep) -> list[str]:
 def _divisors_near(size: int, other: int, wanted: int) -> str:
     """The numbers whose product with `other` divides `size`, the five nearest to `wanted`."""
     rest = size // other if size % other == 0 else 0
-    divisors = [number for number in range(1, rest + 1) if rest % number == 0]
-    return ", ".join(map(str, sorted(sorted(divisors, key=lambda number: abs(number - wanted))[:5])))
+    return listed(sorted(sorted(divisors(rest), key=lambda number: abs(number - wanted))[:5]))

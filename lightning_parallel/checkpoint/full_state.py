@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.module.placeholders import is_placeholder
+from lightning_parallel.ranks.dtensors import local_of
 from lightning_parallel.ranks.stage_owners import StageOwners, all_stage_owners, stage_owners_of
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def _share_memory(gathered: Any, value: Any) -> bool:
     """Whether gathering made no copy: the tensor is plain and on the host, or sharded over a single rank."""
     if not isinstance(value, Tensor) or is_placeholder(value):
         return False
-    local = value.to_local() if isinstance(value, DTensor) else value
+    local = local_of(value)
     return bool(gathered.untyped_storage().data_ptr() == local.untyped_storage().data_ptr())
 
 

@@ -179,17 +179,8 @@ class _CopyAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        summed: list[Any] = list(gradients)
-        by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                by_dtype[gradient.dtype].append(index)
-        for indices in by_dtype.values():
-            flat = torch.cat([gradients[index].reshape(-1) for index in indices])
-            dist.all_reduce(flat, group=ctx.group)
-            for index, total in zip(indices, flat.split([gradients[i].numel() for i in indices]), strict=True):
-                summed[index] = total.view_as(gradients[index])
-        return None, *summed
+        summed = iter(all_reduced_together([g for g in gradients if g is not None], ctx.group))
+        return None, *(None if gradient is None else next(summed) for gradient in gradients)
 
 
 # Primitives, without a backward --------------------------------------------------------------------------------------
@@ -216,6 +207,22 @@ def all_reduced(summand: Tensor, group: ProcessGroup) -> Tensor:
     total = summand.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
+
+
+def all_reduced_together(tensors: Sequence[Tensor], group: ProcessGroup, *, divisor: int = 1) -> list[Tensor]:
+    """The sums over the ranks of tensors that are divided by `divisor` before: one all-reduce for each dtype."""
+    sums: list[Tensor] = list(tensors)
+    by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        by_dtype[tensor.dtype].append(index)
+    for indices in by_dtype.values():
+        flat = torch.cat([tensors[index].reshape(-1) for index in indices])
+        if divisor != 1:
+            flat.div_(divisor)
+        dist.all_reduce(flat, group=group)
+        for index, total in zip(indices, flat.split([tensors[i].numel() for i in indices]), strict=True):
+            sums[index] = total.view_as(tensors[index])
+    return sums
 
 
 def scattered(summand: Tensor, dim: int, local: int, group: ProcessGroup) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from lightning_parallel.errors import check
+from lightning_parallel.ranks.divisibility import divisors, listed
 
 Degree = int | Literal["auto", "node"]
 """A number of ranks; ``"node"`` is the ranks of one machine; ``"auto"`` is derived (see :class:`Degrees`)."""
@@ -87,12 +88,12 @@ class Degrees:
         if sum(1 for number in numbers.values() if number not in (None, 1)) == 1:
             name, number = next((n, v) for n, v in numbers.items() if v not in (None, 1))
             return [
-                f"{name}={number} does not divide {world_size} ranks; possible for {name}: {_divisors(world_size)}"
-                f"{_odd_hint(name, number, world_size)}"
+                f"{name}={number} does not divide {world_size} ranks; possible for {name}: "
+                f"{listed(divisors(world_size))}{_odd_hint(name, number, world_size)}"
             ]
         return [
             f"{given} = {others} ranks do not divide the {world_size} there are; "
-            f"possible products: {_divisors(world_size)}"
+            f"possible products: {listed(divisors(world_size))}"
         ]
 
     def _not_multiplying(self, numbers: dict[str, int | None], world_size: int) -> list[str]:
@@ -100,7 +101,8 @@ class Degrees:
         if product == world_size:
             return []
         rest = product // (numbers["shard"] or 1)
-        legal = f"shard={world_size // rest}" if world_size % rest == 0 else f"degrees out of {_divisors(world_size)}"
+        divided = f"shard={world_size // rest}" if world_size % rest == 0 else ""
+        legal = divided or f"degrees out of {listed(divisors(world_size))}"
         return [
             f"{_product(numbers)} = {product} ranks, but there are {world_size}; "
             f"give {legal}, shard='auto', or start {product} processes"
@@ -115,7 +117,7 @@ def reshard_violations(reshard: str | int, shard: int) -> list[str]:
         return []
     return [
         f"reshard={reshard!r} is not possible with shard={shard}; give 'always', 'never', "
-        f"or a number of ranks that divides {shard}: {_divisors(shard)}"
+        f"or a number of ranks that divides {shard}: {listed(divisors(shard))}"
     ]
 
 
@@ -135,10 +137,6 @@ def _number(name: str, degree: Degree, world_size: int, local: int) -> int | Non
 def _product(numbers: dict[str, int | None]) -> str:
     named = [f"{name} {number}" for name, number in numbers.items() if number is not None and number != 1]
     return " x ".join(named) or "all degrees 1"
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 def _odd_hint(name: str, number: int | None, world_size: int) -> str:

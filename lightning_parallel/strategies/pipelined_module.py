@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import check
@@ -166,7 +166,7 @@ class PipelinedModule:
             if stage != self._cut.plan.last:
                 return output  # type: ignore[no-any-return]
             check(_foreign(output, logs))
-            outputs[microbatch] = tree_map(_detached, output)
+            outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, output)
             return (loss_of(output),) if loss_of is not None else None
 
         self._execution(name, forward).run(actions)
@@ -186,14 +186,14 @@ class PipelinedModule:
     def _share(self, outputs: list[Any], logs: StepLogs, metrics: StepMetrics, part_size: int) -> Any:
         """The output of the whole batch on all ranks, and its logs replayed there. A collective of the pipeline."""
         own = merge_outputs(outputs, part_size) if outputs else None
-        message = (tree_map(_on_host, own), logs.collected(), metrics.updated()) if outputs else None
+        message = (tree_map_only(Tensor, Tensor.cpu, own), logs.collected(), metrics.updated()) if outputs else None
         output, records, updated = broadcast_object(message, self._last_rank, self._cut.host_group)
         if not outputs:
             metrics.follow(updated)
         logs.replay(records, self._device)
         if outputs:
             return own
-        return tree_map(lambda value: value.to(self._device) if isinstance(value, Tensor) else value, output)
+        return tree_map_only(Tensor, lambda value: value.to(self._device), output)
 
     # How the module is to be cut --------------------------------------------------------------------------------
 
@@ -285,14 +285,6 @@ def _foreign(output: Any, logs: StepLogs) -> list[str]:
         f"{name_sources(placeholders) or 'other layers'}): only what the first layer of a stage is given passes "
         "from stage to stage. Leave it out, or give pipeline=1"
     ]
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
 
 
 _NO_LOSS = (

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 
@@ -43,7 +44,12 @@ class StepMetrics:
         """What was updated since, on the stage that updates."""
         changed = {path: m for path, m in self._metrics.items() if m._update_count != self._counts[path]}
         return [
-            UpdatedMetric(path, metric._update_count, _on_host(metric._forward_cache), _list_states(metric))
+            UpdatedMetric(
+                path,
+                metric._update_count,
+                tree_map_only(Tensor, Tensor.cpu, metric._forward_cache),
+                _list_states(metric),
+            )
             for path, metric in changed.items()
         ]
 
@@ -65,7 +71,3 @@ def _list_states(metric: Metric) -> dict[str, tuple[torch.dtype, tuple[int, ...]
     states = {name: getattr(metric, name) for name in metric._defaults}
     lists = {name: state[0] for name, state in states.items() if isinstance(state, list) and state}
     return {name: (entry.dtype, tuple(entry.shape[1:])) for name, entry in lists.items()}
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value

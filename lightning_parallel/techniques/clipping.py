@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.ranks.dtensors import local_of
 from lightning_parallel.ranks.stage_owners import StageOwners, stage_owners_of
 
 _Axes = tuple[DeviceMesh | None, tuple[int, ...]]
@@ -35,7 +36,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) ->
     parameters = list(parameters)
     by_axes: dict[_Axes, list[Tensor]] = defaultdict(list)
     for gradient in _gradients(parameters, counted_here=True):
-        by_axes[_sharded_axes(gradient)].append(_local(gradient))
+        by_axes[_sharded_axes(gradient)].append(local_of(gradient))
     powers = [_power(group, axes, norm_type) for axes, group in by_axes.items()]
     is_max = math.isinf(norm_type)
     total = torch.tensor(0.0)
@@ -109,7 +110,7 @@ def _over_stages(total: Tensor, owners: StageOwners, *, is_max: bool) -> Tensor:
 
 
 def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [_local(gradient) for gradient in _gradients(parameters)]
+    return [local_of(gradient) for gradient in _gradients(parameters)]
 
 
 def _power(gradients: list[Tensor], axes: _Axes, norm_type: float) -> Tensor:
@@ -132,10 +133,6 @@ def _sharded_axes(gradient: Tensor) -> _Axes:
     return gradient.device_mesh, tuple(
         dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate()
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _holders(gradients: list[Tensor]) -> list[Tensor]:

@@ -8,13 +8,14 @@ whole matrix (Adafactor, Muon, LAMB) do what they do on one device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_parallel import _torch
 from lightning_parallel.module.optimizer_hooks import register_update_hooks
@@ -74,7 +75,7 @@ class ShardedOptimizer:
     def gather_state(self) -> dict[str, Any] | None:
         """The whole optimizer's ``state_dict()`` in host memory on rank 0, ``None`` elsewhere. A collective."""
         state = self.optimizer.state_dict()
-        local = {number: _to_host(entries) for number, entries in state["state"].items()}
+        local = tree_map_only(Tensor, Tensor.cpu, state["state"])
         parts: list[Any] | None = [None] * len(self._owned) if self._rank == 0 else None
         dist.gather_object(local, parts, dst=0)
         if parts is None:
@@ -110,7 +111,3 @@ class ShardedOptimizer:
         self._hidden = []
         for rank, owned in enumerate(self._owned):
             _torch.groups.broadcast_tensors([parameter.detach() for parameter in owned], source=rank)
-
-
-def _to_host(entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in entries.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -10,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from lightning_parallel import _torch
+from lightning_parallel.ranks.collectives import all_reduced_together
+from lightning_parallel.ranks.dtensors import local_of
 
 _BUCKET_BYTES = 2**28
 
@@ -68,22 +68,14 @@ def reduce_gradients(parameters: Sequence[nn.Parameter], group: ProcessGroup) ->
         return
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
-    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    gradients = []
     for parameter, is_used in zip(parameters, used.tolist(), strict=True):
         if is_used:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            by_dtype[parameter.dtype].append(_local(parameter.grad))
-    for gradients in by_dtype.values():
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(group.size())
-        dist.all_reduce(flat, group=group)
-        for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
-
-
-def _local(gradient: Tensor) -> Tensor:
-    """The memory of a gradient, of which other ranks may hold other parts."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            gradients.append(local_of(parameter.grad))
+    for gradient, mean in zip(gradients, all_reduced_together(gradients, group, divisor=group.size()), strict=True):
+        gradient.copy_(mean)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -7,6 +7,7 @@ import pytest
 
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.ranks.degrees import Degrees, reshard_violations
+from lightning_parallel.ranks.divisibility import degrees_for_heads, divisors, listed
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,8 @@ def test_degrees_need_no_torch() -> None:
     code = (
         "import importlib.util, sys, types\n"
         "sys.modules['lightning_parallel'] = types.ModuleType('lightning_parallel')\n"
-        "for name, path in (('errors', 'errors'), ('ranks.degrees', 'ranks/degrees')):\n"
+        "for name in ('errors', 'ranks', 'ranks.divisibility', 'ranks.degrees'):\n"
+        "    path = 'ranks/__init__' if name == 'ranks' else name.replace('.', '/')\n"
         "    spec = importlib.util.spec_from_file_location(f'lightning_parallel.{name}', f'{sys.argv[1]}/{path}.py')\n"
         "    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)\n"
         "    spec.loader.exec_module(module)\n"
@@ -72,3 +74,16 @@ def test_degrees_need_no_torch() -> None:
 
     folder = str(lightning_parallel.__path__[0])
     subprocess.run([sys.executable, "-c", code, folder], check=True)
+
+
+def test_divisors() -> None:
+    assert listed(divisors(12)) == "1, 2, 3, 4, 6, 12"
+    assert divisors(128, at_most=64) == [1, 2, 4, 8, 16, 32, 64]
+    assert divisors(0) == []
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "expected"), [(12, 12, [1, 2, 3, 4, 6, 12]), (8, 2, [1, 2, 4, 8]), (12, 4, [1, 2, 4, 12])]
+)
+def test_degrees_for_heads(heads: int, kv_heads: int, expected: list[int]) -> None:
+    assert degrees_for_heads(heads, kv_heads) == expected

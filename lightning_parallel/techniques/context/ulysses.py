@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.ranks.collectives import all_to_all
+from lightning_parallel.ranks.divisibility import degrees_for_heads, listed
 from lightning_parallel.techniques.context.sequences import Sequences
 
 
@@ -69,12 +70,12 @@ def _head_violation(query: Tensor, key: Tensor, num_ranks: int) -> str:
     if query.ndim != 4:
         return f"context={num_ranks} needs attention over [batch, heads, length, dim], but got {tuple(query.shape)}"
     heads, kv_heads = query.shape[1], key.shape[1]
-    legal = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    legal = degrees_for_heads(heads, kv_heads)
     if num_ranks in legal:
         return ""
     return (
         f"context={num_ranks} cannot share {heads} heads and {kv_heads} heads of keys and values (those that tensor "
         "parallel has left to a rank, if there is any); possible: "
-        f"{', '.join(map(str, legal))}; attention without masks and dropout needs no division of heads with "
+        f"{listed(legal)}; attention without masks and dropout needs no division of heads with "
         "context_attention='ring'"
     )

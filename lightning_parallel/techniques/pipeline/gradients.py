@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from lightning_parallel.ranks.dtensors import local_of
 from lightning_parallel.ranks.stage_owners import StageOwners, stage_owners_of
 
 
@@ -94,7 +94,7 @@ def sum_shared_gradients(parameters: Sequence[nn.Parameter]) -> None:
         if is_used and owners.is_here:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            _add_others(_local(parameter.grad), owners)
+            _add_others(local_of(parameter.grad), owners)
 
 
 def _add_others(gradient: Tensor, owners: StageOwners) -> None:
@@ -111,7 +111,3 @@ def _add_others(gradient: Tensor, owners: StageOwners) -> None:
     gradient.zero_()
     for rank in owners.ranks:
         gradient.add_(parts[rank])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -8,6 +8,7 @@ from typing import Literal
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.ranks.divisibility import divisors, listed
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 
@@ -64,20 +65,19 @@ class PipelinePolicy:
         Raises:
             ConfigurationError: If it cannot be cut as given, or into too few parts.
         """
-        divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0 and self.fits(n, num_ranks)]
+        possible = [n for n in divisors(batch_size) if self.fits(n, num_ranks)]
         start = f"a batch of {batch_size} samples a rank"
         if self.microbatches != "auto":
-            possible = ", ".join(map(str, divisors)) or "none"
-            if self.microbatches not in divisors:
+            if self.microbatches not in possible:
                 raise ConfigurationError(
                     [
                         f"{start} cannot be cut into microbatches={self.microbatches} with schedule={self.schedule!r} "
-                        f"over {num_ranks} ranks; possible: {possible}; or give another batch size"
+                        f"over {num_ranks} ranks; possible: {listed(possible) or 'none'}; or give another batch size"
                     ]
                 )
             return self.microbatches
         limit = 2 * self.num_stages(num_ranks)
-        if not divisors or divisors[0] > limit:
+        if not possible or possible[0] > limit:
             least = self.least_microbatches(num_ranks)
             raise ConfigurationError(
                 [
@@ -86,12 +86,12 @@ class PipelinePolicy:
                     "smaller pipeline"
                 ]
             )
-        return max(n for n in divisors if n <= limit)
+        return max(n for n in possible if n <= limit)
 
     def any_microbatches(self, batch_size: int, num_ranks: int) -> int:
         """Parts of a batch that comes as it is: in evaluation, and the last one of an epoch."""
         limit = 2 * self.num_stages(num_ranks) if self.microbatches == "auto" else self.microbatches
-        return max(n for n in range(1, batch_size + 1) if batch_size % n == 0 and n <= limit)
+        return divisors(batch_size, at_most=limit)[-1]
 
 
 def pipeline_violations(policy: PipelinePolicy, num_ranks: int) -> list[str]:

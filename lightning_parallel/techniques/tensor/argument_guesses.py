@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 _BATCH, _LENGTH = 2, 4
-_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "heads", "nhead")
+HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "heads", "nhead")
+"""By which names modules say how many heads they have."""
 _HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "dim_head", "d_head", "d_k")
 
 
@@ -141,7 +142,7 @@ def _kind(name: str) -> Callable[[_Shapes], list[Any]] | None:
 def _head_dims(layer: nn.Module, width: int) -> list[int]:
     """How wide a head may be, by what modules say of it; else what divides hidden states."""
     sizes = [getattr(child, name, None) for child in layer.modules() for name in _HEAD_DIMS]
-    counts = [getattr(child, name, None) for child in layer.modules() for name in _HEADS]
+    counts = [getattr(child, name, None) for child in layer.modules() for name in HEAD_COUNTS]
     said = [*sizes, *(width // count for count in counts if isinstance(count, int) and count > 0)]
     found = list(dict.fromkeys(size for size in said if isinstance(size, int) and size > 1))
     return found or [width // n for n in (4, 8, 2, 16, 12, 32, 1) if width % n == 0 and width // n % 2 == 0]

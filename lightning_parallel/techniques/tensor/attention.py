@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.ranks.collectives import gather_from_sequence, reduce_from
+from lightning_parallel.ranks.dtensors import full_of
 from lightning_parallel.techniques.tensor.dtensor_gradients import contiguous_backward
 from lightning_parallel.techniques.tensor.regions import ReplicatedRegion
 
@@ -98,12 +99,12 @@ class HeadSplit(TorchFunctionMode):
         size, dim, kv_heads = self._mesh.size(), states.ndim - 3, states.shape[-3]
         if kv_heads % size == 0:
             return self._own_heads(states)
-        whole = self._region.copy_to(states.full_tensor() if isinstance(states, DTensor) else states)
+        whole = self._region.copy_to(full_of(states))
         own = torch.arange(heads // size, device=whole.device) + self._mesh.get_local_rank() * (heads // size)
         return whole.index_select(dim, own * kv_heads // heads)
 
     def _mask(self, mask: Tensor, heads: int) -> Tensor:
-        whole = mask.full_tensor() if isinstance(mask, DTensor) else mask
+        whole = full_of(mask)
         if whole.requires_grad:
             whole = self._region.copy_to(whole)
         if whole.ndim >= 3 and whole.shape[-3] == heads > 1:

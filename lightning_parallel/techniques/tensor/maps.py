@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_parallel import _torch
+from lightning_parallel.ranks.dtensors import full_of, local_of
 from lightning_parallel.techniques.tensor.attention import attend_multihead
+from lightning_parallel.techniques.tensor.parameters import split_parameters
 from lightning_parallel.techniques.tensor.split_layer import SplitLayer
 from lightning_parallel.techniques.tensor.trace import is_transposed
 
@@ -24,7 +25,7 @@ def split_maps(
 
     `parameters` is what has become of each parameter so far, and grows: one that several maps share is split once.
     """
-    distribute = functools.partial(_distribute, mesh=split.flow.mesh, known=parameters)
+    distribute = functools.partial(split_parameters, mesh=split.flow.mesh, known=parameters)
     for name, role in roles.items():
         linear = layer.get_submodule(name)
         if role == "heads":
@@ -39,27 +40,11 @@ def split_maps(
         linear.__class__ = _torch.modules.subclass_like(type(linear), functools.partialmethod(run, split, type(linear)))
 
 
-def _distribute(
-    module: nn.Module, dims: dict[str, int], *, mesh: DeviceMesh, known: dict[nn.Parameter, nn.Parameter]
-) -> None:
-    for name, dim in dims.items():
-        own = module._parameters.get(name)
-        if own is None or isinstance(own, DTensor):
-            continue
-        if own not in known:
-            # Without a source rank, every rank cuts its part out of its own copy: no communication.
-            part = distribute_tensor(own.detach(), mesh, [Shard(dim)], src_data_rank=None)
-            known[own] = nn.Parameter(part, requires_grad=own.requires_grad)
-            known[own].__dict__.update(vars(own))
-        setattr(module, name, known[own])
-
-
 def _by_columns(self: Any, split: SplitLayer, cls: type[Any], states: Tensor) -> Any:
     if split.is_unsplit(self.weight):
         return cls.forward(self, states)
-    states = states.full_tensor() if isinstance(states, DTensor) else states
-    bias = self.bias.to_local() if isinstance(self.bias, DTensor) else self.bias
-    return split.flow.as_part(_product(self, split.region.column_input(states), bias))
+    bias = None if self.bias is None else local_of(self.bias)
+    return split.flow.as_part(_product(self, split.region.column_input(full_of(states)), bias))
 
 
 def _by_rows(self: Any, split: SplitLayer, cls: type[Any], states: Tensor) -> Any:

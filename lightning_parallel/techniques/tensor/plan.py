@@ -10,21 +10,29 @@ from __future__ import annotations
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from lightning_parallel.module.layer_stacks import ModuleStructure
-from lightning_parallel.techniques.tensor.trace import LayerTrace, is_transposed, linear_maps, trace_layer
+from lightning_parallel.ranks.divisibility import divisors, listed
+from lightning_parallel.techniques.tensor.argument_guesses import HEAD_COUNTS
+from lightning_parallel.techniques.tensor.trace import (
+    LayerTrace,
+    heads_violation,
+    is_transposed,
+    linear_maps,
+    trace_layer,
+)
 
 ROLES = ("colwise", "rowwise", "replicate")
 VOCABULARY = "vocab"
 _TABLES = (nn.Embedding.forward, nn.Linear.forward)
 """What runs over tokens. A subclass that scales what it looks up, or caps logits, has a forward of its own."""
 _HUGGING_FACE = {"colwise": "colwise", "rowwise": "rowwise"}
-_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "heads", "nhead")
+_MOST = 64  # ranks: messages list divisors up to it
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 
 
@@ -140,7 +148,7 @@ def _vocabulary(
         if child.weight.shape[0] % size:
             violations.append(
                 f"tensor={size} does not divide the {child.weight.shape[0]} tokens of {path}; possible: "
-                f"{_divisors(child.weight.shape[0])}"
+                f"{listed(divisors(child.weight.shape[0], at_most=_MOST))}"
             )
         if any(getattr(child, name, None) for name in ("max_norm", "sparse", "scale_grad_by_freq")):
             violations.append(
@@ -190,7 +198,7 @@ def _checked(plan: TensorPlan, maps: Mapping[str, nn.Module], heads: _Heads, siz
         length = _split_size(maps[path], roles[path])
         violations.append(
             f"tensor={size} does not divide the {length} {'outputs' if roles[path] == 'colwise' else 'inputs'} of "
-            f"{path}; possible: {_divisors(length)}"
+            f"{path}; possible: {listed(divisors(length, at_most=_MOST))}"
         )
     if not roles and not violations:
         violations.append(
@@ -250,7 +258,7 @@ def _declared_heads(module: nn.Module, maps: Mapping[str, nn.Module], size: int)
     whole, violations = set(), []
     for parent in dict.fromkeys(path.rpartition(".")[0] for path in maps):
         attention = module.get_submodule(parent)
-        heads, kv_heads = _number(attention, _HEADS), _number(attention, _KV_HEADS)
+        heads, kv_heads = _number(attention, HEAD_COUNTS), _number(attention, _KV_HEADS)
         if heads is None:
             continue
         if violation := heads_violation(size, heads, kv_heads or heads):
@@ -268,26 +276,9 @@ def _is_kv(path: str) -> bool:
     return re.search(r"k|v", path.rpartition(".")[2].replace("_proj", "")) is not None
 
 
-def heads_violation(size: int, heads: int, kv_heads: int) -> str:
-    """Why `size` ranks cannot share these heads; empty if they can."""
-    legal = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    if size in legal:
-        return ""
-    kv = f" and {kv_heads} heads of keys and values" if kv_heads != heads else ""
-    return f"tensor={size} cannot share {heads} heads{kv}; possible: {', '.join(map(str, legal))}"
-
-
 def _number(module: nn.Module, names: Sequence[str]) -> int | None:
     for holder in (module, getattr(module, "config", None)):
         for name in names:
             if isinstance(value := getattr(holder, name, None), int) and not isinstance(value, bool):
                 return value
     return None
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(map(str, _each_divisor(number)))
-
-
-def _each_divisor(number: int) -> Iterator[int]:
-    return (n for n in range(1, min(number, 64) + 1) if number % n == 0)

@@ -16,12 +16,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.module.dry_run import side_effects_undone
+from lightning_parallel.ranks.divisibility import degrees_for_heads, listed
 from lightning_parallel.ranks.random_streams import unchanged_generators
 from lightning_parallel.techniques.tensor.argument_guesses import guess_arguments
 
 _attention = F.scaled_dot_product_attention
 _GROUPED = ("grouped_mm", "_grouped_mm")
 """Products of each expert's tokens with its weights."""
+
+
+def heads_violation(size: int, heads: int, kv_heads: int) -> str:
+    """Why `size` ranks cannot share these heads; empty if they can."""
+    legal = degrees_for_heads(heads, kv_heads)
+    if size in legal:
+        return ""
+    kv = f" and {kv_heads} heads of keys and values" if kv_heads != heads else ""
+    return f"tensor={size} cannot share {heads} heads{kv}; possible: {listed(legal)}"
 
 
 def is_transposed(linear: nn.Module) -> bool:
@@ -92,12 +102,7 @@ class LayerTrace:
     def head_violations(self, size: int) -> list[str]:
         """Why `size` ranks cannot share the heads; empty if they can."""
         counts = [*(a.heads for a in self.attentions), *(self.num_heads[path] for path in self.split_whole)]
-        odd = [heads for heads in dict.fromkeys(counts) if heads % size]
-        return [
-            f"tensor={size} cannot share {heads} heads; possible: "
-            f"{', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
-            for heads in odd
-        ]
+        return [found for heads in dict.fromkeys(counts) if (found := heads_violation(size, heads, heads))]
 
     def _too_few(self, attention: _Attention, size: int) -> Iterator[str]:
         """Maps of keys and values that have fewer heads than there are ranks to share them."""

@@ -17,12 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel import _torch
 from lightning_parallel.ranks.collectives import copy_to, reduce_from
+from lightning_parallel.ranks.dtensors import full_of
 from lightning_parallel.techniques.tensor.attention import HeadSplit
+from lightning_parallel.techniques.tensor.parameters import split_parameters
 from lightning_parallel.techniques.tensor.regions import ReplicatedRegion
 
 _cross_entropy = F.cross_entropy
@@ -43,14 +45,7 @@ def apply_vocabulary(maps: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
     """
     known: dict[nn.Parameter, nn.Parameter] = {}
     for module in maps.values():
-        for name, own in list(module._parameters.items()):
-            if own is None:
-                continue
-            if own not in known:
-                part = distribute_tensor(own.detach(), mesh, [Shard(0)], src_data_rank=None)
-                known[own] = nn.Parameter(part, requires_grad=own.requires_grad)
-                known[own].__dict__.update(vars(own))
-            setattr(module, name, known[own])
+        split_parameters(module, dict.fromkeys(module._parameters, 0), mesh, known=known)
         run = _look_up if isinstance(module, nn.Embedding) else _score
         module.__class__ = _torch.modules.subclass_like(type(module), functools.partialmethod(run, mesh))
 
@@ -133,8 +128,9 @@ class SplitLogits(HeadSplit):
         is_split = isinstance(input, DTensor) and input.placements[0].is_shard(classes)
         is_plain = weight is None and size_average is None and reduce is None and not target.is_floating_point()
         if not (is_split and is_plain):
-            whole = input.full_tensor() if isinstance(input, DTensor) else input
-            return _cross_entropy(whole, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+            return _cross_entropy(
+                full_of(input), target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+            )
         local = input.to_local().movedim(classes, -1)  # type: ignore[attr-defined]
         is_valid = target != ignore_index
         losses = self._losses(local, torch.where(is_valid, target, 0), label_smoothing)
