@@ -135,7 +135,7 @@ def matrix_as_markdown(matrix: Matrix, table: dict[str, Any]) -> str:
         rows.append([label(row), *(show(table["cells"][row][name], name) for name in table["names"])])
     lines = [f"| {' | '.join(row)} |" for row in rows]
     if reasons:
-        lines += ["", "Refused, with a message in which these words stand:", ""]
+        lines += ["", "Refused, with a message that contains these words:", ""]
         lines += [f"{number}. “{reason}”" for number, reason in enumerate(reasons, start=1)]
     return "\n".join([*lines, ""])
 
