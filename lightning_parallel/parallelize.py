@@ -1,7 +1,7 @@
-"""The one page on which techniques meet; the order of the calls is the order of application. Layer 3.
+"""The one page on which techniques meet; the order of the calls is the order of application.
 
-tensor -> context -> float8 -> recompute -> compile -> shard | replicate. A pipeline splits first and calls this on each
-part.
+tensor -> context -> float8 -> recompute -> compile -> shard | replicate. A pipeline is cut first, and the same page is
+applied to the stages of this rank.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.full_state import take_buffers_of_stages, whole
-from lightning_parallel.compatibility import stack_violations
-from lightning_parallel.dtypes import DtypePolicy
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.module.hidden_states import Lengths
-from lightning_parallel.module.layer_stacks import ModuleStructure, find_layers
+from lightning_parallel.module.layer_stacks import ModuleStructure
 from lightning_parallel.module.snapshot import Snapshot
+from lightning_parallel.plan import Plan
 from lightning_parallel.policies import LayerPolicies, Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.ranks.mesh import Mesh
@@ -30,7 +29,6 @@ from lightning_parallel.techniques.deferred_init.record import InitRecord
 from lightning_parallel.techniques.float8 import apply_float8
 from lightning_parallel.techniques.offload import build_offload_policy
 from lightning_parallel.techniques.pipeline.cut import CutStack, cut_stack
-from lightning_parallel.techniques.pipeline.placement import Placement
 from lightning_parallel.techniques.recompute import apply_recompute, parse_recompute
 from lightning_parallel.techniques.replicate import synchronize_module
 from lightning_parallel.techniques.sharding import (
@@ -39,14 +37,13 @@ from lightning_parallel.techniques.sharding import (
     finish_sharding,
     gather_in_method,
     gather_in_steps,
-    keep_whole,
-    plan_sharding,
     reshard_units,
     unreduced_parameters,
 )
 from lightning_parallel.techniques.tensor.layers import apply_tensor
-from lightning_parallel.techniques.tensor.plan import plan_tensor
 from lightning_parallel.techniques.tensor.vocabulary import apply_vocabulary, keep_split
+
+_KEY = "_lightning_parallel"
 
 
 @dataclass(frozen=True)
@@ -55,16 +52,16 @@ class Parallelized:
 
     Args:
         mesh: The ranks.
-        plan: What is sharded with what.
-        policies: By which rules.
+        plan: What was done to it.
+        sharding: The part of the plan that says what is sharded with what on this rank.
         snapshots: What the module was before each kind of change, in the order of these; the last is sharding.
-        lengths: What is cut along the sequence now, for each stack in which it is.
+        lengths: What is split along the sequence now, for each stack in which it is.
         cut: The stack of which each rank has some stages.
     """
 
     mesh: Mesh
-    plan: ShardingPlan
-    policies: Policies
+    plan: Plan
+    sharding: ShardingPlan
     snapshots: tuple[Snapshot, ...]
     lengths: tuple[Lengths, ...] = ()
     cut: CutStack | None = None
@@ -75,11 +72,11 @@ class Parallelized:
 
     def units(self, module: nn.Module) -> list[nn.Module]:
         """The sharded units, inner before outer."""
-        return [module.get_submodule(path) for path in self.plan.units]
+        return [module.get_submodule(path) for path in self.sharding.units]
 
     def averaged_parameters(self, module: nn.Module) -> list[nn.Parameter]:
         """The parameters that every rank holds whole, each once, in the same order on all ranks."""
-        return [parameter for name, parameter in module.named_parameters() if name in self.plan.whole]
+        return [parameter for name, parameter in module.named_parameters() if name in self.sharding.whole]
 
     def undo(self, module: nn.Module) -> dict[Tensor, nn.Parameter]:
         """Make the module whole and plain on every rank. A collective. Returns sharded -> own parameter."""
@@ -87,7 +84,7 @@ class Parallelized:
         module.__dict__.pop(_KEY, None)
         if self.cut is not None:
             take_buffers_of_stages(module, self.cut.owners_by_name, self.mesh.pipeline_host_group)
-        # By name, and not by footprint: what one stage split another one has never seen, and all take part in each.
+        # By name, and not by snapshot: what one stage split another one has never seen, and all take part in each.
         replaced = set(self.replaced().values())
         values: dict[Tensor, Tensor] = {
             p: whole(p) for p in module.parameters() if p in replaced or stage_owners_of(p) is not None
@@ -100,80 +97,68 @@ class Parallelized:
         return own
 
 
-_KEY = "_lightning_parallel"
-
-
 def parallelized(module: nn.Module) -> Parallelized | None:
     """How `module` is parallel now, if it is: an earlier fit may have left it so."""
     return module.__dict__.get(_KEY)
 
 
-def left_over_violations(module: nn.Module, policies: Policies, degrees: Degrees) -> list[str]:
-    """Why a module that an earlier fit left sharded cannot be trained by `policies` and `degrees`; empty if it can."""
+def left_over_violations(module: nn.Module, degrees: Degrees, policies: Policies) -> list[str]:
+    """Reasons why a module that an earlier fit left sharded cannot be trained by other rules; empty if it can."""
     left = parallelized(module)
-    if left is None:
-        return []
-    rules = {name: (getattr(left.policies, name), getattr(policies, name)) for name in vars(policies)}
-    rules["degrees"] = left.mesh.degrees, degrees
-    del rules["step_methods"]  # the module's own
-    differences = "; ".join(f"{name}: {old} before, {new} now" for name, (old, new) in rules.items() if old != new)
+    differences = [] if left is None else left.plan.changes(degrees, policies)
     if not differences:
         return []
     return [
         f"{type(module).__name__} is still sharded by an earlier fit, which ended in an error, or it is too large to "
-        f"be made whole; it cannot be sharded by other rules ({differences}). Give those of before, or start a new "
-        "process"
+        f"be made whole; it cannot be sharded by other rules ({'; '.join(differences)}). Give those of before, or "
+        "start a new process"
     ]
 
 
 def parallelize(
-    module: nn.Module,
-    mesh: Mesh,
-    device: torch.device,
-    policies: Policies,
-    init: InitRecord | None = None,
-    placement: Placement | None = None,
+    module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, init: InitRecord | None = None
 ) -> Parallelized:
-    """Make `module` parallel in place. Needs the process group; a collective.
+    """Apply `plan` to `module`, in place. Needs the process group; a collective.
 
     Args:
         module: The whole module, on the host, on the device, or recorded on the meta device.
+        plan: What to do to it.
         mesh: The ranks.
         device: This rank's device.
-        policies: How.
         init: How to make the tensors that are on the meta device.
-        placement: What a look at a step of a pipeline has shown, once there was one.
 
     Raises:
-        ConfigurationError: For tensors that cannot be made, and for parameters whose gradients nobody reduces.
+        ConfigurationError: For a plan with violations, for tensors that cannot be made, and for parameters whose
+            gradients nobody reduces.
     """
-    check(stack_violations(module, policies, mesh.degrees))
-    structure = find_layers(module, policies.layer.layers)
+    check(plan.violations)
+    policies = plan.policies
     with Snapshot(module) as pipeline:
         groups = {"group": mesh.pipeline_group, "host_group": mesh.pipeline_host_group}
-        cut = cut_stack(module, structure, policies.pipeline, **groups, placement=placement)
-    structure = structure if cut is None else cut.local(structure)
+        cut = cut_stack(module, plan.structure, plan.pipeline, **groups)
+    structure = plan.structure if cut is None else cut.local(plan.structure)
     stacks = [[(path, module.get_submodule(path)) for path in stack.layers] for stack in structure.stacks]
     with Snapshot(module) as tensor:
         synchronize_module(module, device)
         if cut is not None:
             cut.release(module, device)
-        lengths = _split(module, structure, stacks, mesh, policies) if mesh.tensor is not None else []
+        lengths = _split(module, plan, stacks, mesh) if mesh.tensor is not None else []
     with Snapshot(module) as context:
         if mesh.context_group is not None:
             lengths += apply_context(stacks, mesh.context_group, attention=policies.context_attention)
-    layers = transform_layers(module, structure, policies.layer, buffers=policies.dtypes.buffers)
+    layers = transform_layers(module, structure, policies.layer, buffers=policies.sharding_dtypes.buffers)
     with Snapshot(module) as sharding:
-        plan = _shard(module, structure, mesh, device, policies, init)
+        shards = plan.sharding[0 if cut is None else cut.group.rank()]
+        _shard(module, shards, policies, mesh, device, init)
         if cut is None:
-            gather_in_steps(module, plan, policies.step_methods)
+            gather_in_steps(module, shards, policies.step_methods)
         for method in policies.forward_methods:
-            gather_in_method(module, plan, method)
+            gather_in_method(module, shards, method)
         if cut is not None:
-            cut.mark(module)
-    _audit(module, plan, mesh)
+            cut.tag(module)
+    _audit(module, shards, mesh)
     snapshots = (pipeline, tensor, context, layers, sharding)
-    result = Parallelized(mesh, plan, policies, snapshots, tuple(lengths), cut)
+    result = Parallelized(mesh, plan, shards, snapshots, tuple(lengths), cut)
     for own, current in result.replaced().items():
         current.__dict__.update(vars(own))  # marks that code reads, such as `parameter.no_weight_decay`
     module.__dict__[_KEY] = result
@@ -181,54 +166,40 @@ def parallelize(
 
 
 def _split(
-    module: nn.Module,
-    structure: ModuleStructure,
-    stacks: Sequence[Sequence[tuple[str, nn.Module]]],
-    mesh: Mesh,
-    policies: Policies,
+    module: nn.Module, plan: Plan, stacks: Sequence[Sequence[tuple[str, nn.Module]]], mesh: Mesh
 ) -> list[Lengths]:
     """Tensor parallel: the layers, and what is split by tokens outside of them."""
     assert mesh.tensor is not None
-    plan = plan_tensor(module, structure, policies.tensor_plan, degree=mesh.tensor.size())
-    lengths = apply_tensor(stacks, plan, mesh.tensor, peers=mesh.stage_host_group, sequence=policies.sequence)
-    if plan.tables:
-        apply_vocabulary({path: module.get_submodule(path) for path in plan.tables}, mesh.tensor)
+    assert plan.tensor is not None
+    tables, policies = plan.tensor.tables, plan.policies
+    lengths = apply_tensor(stacks, plan.tensor, mesh.tensor, peers=mesh.stage_host_group, sequence=policies.sequence)
+    if tables:
+        apply_vocabulary({path: module.get_submodule(path) for path in tables}, mesh.tensor)
         keep_split(module, ("forward", *policies.step_methods), mesh.tensor)
     return lengths
 
 
 def _shard(
     module: nn.Module,
-    structure: ModuleStructure,
+    plan: ShardingPlan,
+    policies: Policies,
     mesh: Mesh,
     device: torch.device,
-    policies: Policies,
     init: InitRecord | None,
-) -> ShardingPlan:
+) -> None:
     """FSDP2 around what the techniques before have left, and the tensors that are still to be made."""
-    plan = _plan_sharding(module, structure, mesh, policies)
     apply_sharding(
         module,
         plan,
         mesh.sharding,
         reshard=policies.reshard,
-        policy=policies.dtypes.fsdp,
+        policy=policies.sharding_dtypes.fsdp,
         offload=build_offload_policy(policies.offload, device),
         device=device,
     )
     if init is not None:
         init.materialize(module, device, shards_on=torch.device("cpu") if policies.offload == "all" else device)
     finish_sharding(module, plan)
-    return plan
-
-
-def _plan_sharding(module: nn.Module, structure: ModuleStructure, mesh: Mesh, policies: Policies) -> ShardingPlan:
-    dtypes = policies.dtypes
-    if mesh.sharding.size() == 1 and dtypes.fsdp == DtypePolicy().fsdp and policies.offload != "all":
-        return keep_whole(module)  # FSDP2 would copy every parameter for each forward and backward, to no end
-    return plan_sharding(
-        module, structure.units, root_is_unit=not policies.backward_in_step, casts=dtypes.param is not None
-    )
 
 
 def transform_layers(

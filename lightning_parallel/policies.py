@@ -1,9 +1,11 @@
-"""By which rules a module is made parallel. Layer 3."""
+"""Rules by which a module is made parallel and trained; none of them knows the module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import torch
 
 from lightning_parallel.dtypes import DtypePolicy
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
@@ -14,13 +16,13 @@ class LayerPolicies:
     """What is done to each layer of the stacks, under every strategy.
 
     Args:
-        layers: Paths of the layer stacks, where the search should not decide.
+        layers: Path or paths of the layer stacks, where the search should not decide.
         float8: Recipe of the linear maps, such as ``"tensorwise"``.
         recompute: Which activations are computed again in backward.
         compile: ``"none"`` or ``"layers"``.
     """
 
-    layers: str | Sequence[str] | None = None
+    layers: str | list[str] | None = None
     float8: str | None = None
     recompute: str = "none"
     compile: str = "none"
@@ -34,30 +36,51 @@ class LayerPolicies:
 
 @dataclass(frozen=True, kw_only=True)
 class Policies:
-    """The rules by which a module is made parallel; none of them knows the module.
+    """The rules of one strategy.
 
     Args:
         layer: What is done to each layer.
+        shards: Whether parameters are sharded by FSDP2; DDP, ZeRO-1 and DataParallel keep them whole.
         step_methods: Methods that are called in place of the module's `forward`.
         forward_methods: Further methods, by dotted path, in which parameters are to be gathered.
         backward_in_step: Whether backward runs inside the step (manual optimization).
         reshard: When gathered parameters are freed: ``"always"``, ``"never"``, or over how many ranks they stay.
         offload: ``"none"``, ``"optimizer"`` or ``"all"``.
-        dtypes: Dtypes of gathering and reducing.
+        dtypes: Dtypes of gathering and reducing; ``None`` for those that belong to the Trainer's precision.
+        module_dtype: The dtype to which the Trainer's precision converts the module; ``None`` leaves what it has.
         tensor_plan: Role of each linear map under tensor parallel, where the package should not decide.
         sequence: Whether ranks that share a matrix product also split the sequence between branches.
         context_attention: How ranks that share a sequence share attention, ``"ulysses"`` or ``"ring"``.
         pipeline: How a stack is cut into stages, where it is.
+        accumulation_sync: When gradients are reduced within a window: ``"every"``, ``"last"`` or ``"auto"``.
+        optimizer_in_backward: Whether parameters are updated as soon as their gradient is reduced.
     """
 
     layer: LayerPolicies = field(default_factory=LayerPolicies)
-    step_methods: Sequence[str] = ()
-    forward_methods: Sequence[str] = ()
+    shards: bool = True
+    step_methods: tuple[str, ...] = ()
+    forward_methods: tuple[str, ...] = ()
     backward_in_step: bool = False
     reshard: str | int = "always"
     offload: str = "none"
-    dtypes: DtypePolicy = field(default_factory=DtypePolicy)
+    dtypes: DtypePolicy | None = None
+    module_dtype: torch.dtype | None = None
     tensor_plan: Mapping[str, str] | None = None
     sequence: bool = False
     context_attention: str = "ulysses"
     pipeline: PipelinePolicy = field(default_factory=PipelinePolicy)
+    accumulation_sync: str = "auto"
+    optimizer_in_backward: bool = False
+
+    @property
+    def sharding_dtypes(self) -> DtypePolicy:
+        """:attr:`dtypes`, by default those of the module."""
+        return self.dtypes or DtypePolicy()
+
+    @property
+    def given(self) -> dict[str, list[str]]:
+        """What differs from the defaults, by the degree that it belongs to."""
+        ring = [] if self.context_attention == "ulysses" else [f"context_attention={self.context_attention!r}"]
+        plan = [] if self.tensor_plan is None else ["tensor_plan"]
+        sequence = ["sequence=True"] if self.sequence else []
+        return {"context": ring, "tensor": plan + sequence, "pipeline": self.pipeline.given()}

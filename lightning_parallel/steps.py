@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from typing_extensions import override
 
 from lightning_parallel import _torch
 from lightning_parallel.parallelize import Parallelized
+from lightning_parallel.policies import Policies
+from lightning_parallel.ranks.lock_step import PredictionLockStep
 from lightning_parallel.techniques.accumulation import GradientReduction, ZeroGrad
 from lightning_parallel.techniques.offload import OffloadedState
 from lightning_parallel.techniques.pipeline.gradients import sum_shared_gradients
@@ -26,28 +27,81 @@ from lightning_parallel.techniques.unused import UnusedParameters
 from lightning_parallel.techniques.update_in_backward import UpdateInBackward
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepPolicies:
-    """The rules of a step; none of them knows the module.
+class StepHooks:
+    """Calls that a strategy makes around its steps, in this order; for a module that is whole, most do nothing.
+
+    A microstep is begin, forward, backward; a window is one or more microsteps and the update.
 
     Args:
-        accumulation_sync: When gradients are reduced within a window: ``"every"``, ``"last"`` or ``"auto"``.
-        offloads_optimizer: Whether optimizer state waits in host memory.
-        updates_in_backward: Whether parameters are updated as soon as their gradient is reduced.
+        policies: The rules.
     """
 
-    accumulation_sync: str = "auto"
-    offloads_optimizer: bool = False
-    updates_in_backward: bool = False
+    def __init__(self, policies: Policies) -> None:
+        self._policies = policies
+        self._on_optimizers: list[OffloadedState | UpdateInBackward | ZeroGrad] = []
+
+    def adopt(self, optimizers: Sequence[Optimizer], handed_out: Sequence[Any] = ()) -> None:
+        """Let `optimizers` step as the policies say.
+
+        Args:
+            optimizers: The user's.
+            handed_out: What the module is given in place of these, with methods of its own.
+        """
+        if self._policies.offload == "optimizer":
+            self._on_optimizers += [OffloadedState(optimizer) for optimizer in optimizers]
+
+    def state_was_loaded(self) -> None:
+        """Bring what a checkpoint put on the device to where it waits."""
+        for added in self._on_optimizers:
+            if isinstance(added, OffloadedState):
+                added.store()
+
+    def begin(self) -> None:
+        """Call it before a training step, and before a loop without training."""
+
+    def after_forward(self) -> None:
+        """Call it between forward and backward of a training step."""
+
+    def after_evaluation(self) -> None:
+        """Call it after a step without backward."""
+
+    def begin_prediction(self, counts: Sequence[int | float]) -> None:
+        """Call it before prediction, with this rank's number of batches of each loader."""
+        self.begin()
+
+    def lags_behind(self) -> bool:
+        """Call it after each batch of a prediction; whether other ranks have one more batch, and this rank does not."""
+        return False
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Backward in here is not the last of its window."""
+        return contextlib.nullcontext()
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Call it before a backward through `loss`."""
+
+    def after_backward(self) -> None:
+        """Call it after a backward."""
+
+    def before_update(self) -> None:
+        """Call it when the gradients of a window are complete."""
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Call it when `optimizer` has used its gradients."""
+
+    def close(self) -> None:
+        """Give the optimizers back as they were."""
+        for added in self._on_optimizers:
+            added.detach()
+        self._on_optimizers = []
 
 
-class Steps:
+class Steps(StepHooks):
     """The steps of one module under one strategy; `close` takes off what it put on the optimizers.
 
     Args:
         module: The sharded module.
-        parallelized: How it is sharded.
-        policies: The rules.
+        parallelized: How it is sharded, and by which rules.
         device: This rank's device.
         ranks_on_device: How many ranks share its memory.
         tell: Takes a sentence for the user.
@@ -57,15 +111,17 @@ class Steps:
         self,
         module: nn.Module,
         parallelized: Parallelized,
-        policies: StepPolicies,
         *,
         device: torch.device,
         ranks_on_device: int,
         tell: Callable[[str], None],
     ) -> None:
+        policies = parallelized.plan.policies
+        super().__init__(policies)
         self._module = module
         self._mesh = parallelized.mesh
-        self._policies = policies
+        self._device = device
+        self._lock_step: PredictionLockStep | None = None
         self._lengths = parallelized.lengths
         self._is_manual = not getattr(module, "automatic_optimization", True)
         is_shared = self._mesh.gradient_group.size() > 1
@@ -74,9 +130,9 @@ class Steps:
         units = parallelized.units(module)
         stage = self._mesh.stage_host_group
         # Zeros take the place of missing gradients for other ranks, and beside gradients that wait in a wider dtype.
-        has_zeros = stage.size() > 1 or parallelized.policies.dtypes.reduce is not None
+        has_zeros = stage.size() > 1 or policies.sharding_dtypes.reduce is not None
         # They are taken away after backward, when gradients would be used up if they were updated in it.
-        self._unused = UnusedParameters(units if has_zeros and not policies.updates_in_backward else [], stage)
+        self._unused = UnusedParameters(units if has_zeros and not policies.optimizer_in_backward else [], stage)
         self._reduction = GradientReduction(
             units,
             mode=policies.accumulation_sync,
@@ -87,37 +143,19 @@ class Steps:
             group=stage,
             tell=tell,
         )
-        self._on_optimizers: list[OffloadedState | UpdateInBackward | ZeroGrad] = []
 
+    @override
     def adopt(self, optimizers: Sequence[Optimizer], handed_out: Sequence[Any] = ()) -> None:
-        """Let `optimizers` step as the policies say.
-
-        Args:
-            optimizers: The user's.
-            handed_out: What the module is given in place of these, with methods of its own.
-        """
         self._on_optimizers += [ZeroGrad(optimizer, self._drop_held) for optimizer in (*optimizers, *handed_out)]
-        if self._policies.offloads_optimizer:
-            self._on_optimizers += [OffloadedState(optimizer) for optimizer in optimizers]
-        if self._policies.updates_in_backward:
+        super().adopt(optimizers)
+        if self._policies.optimizer_in_backward:
             self._on_optimizers += [UpdateInBackward(optimizer, self._averaged) for optimizer in optimizers]
 
     def _drop_held(self, parameters: Collection[Tensor]) -> None:
         self._reduction.drop(parameters)
         self._unused.forget(parameters)
 
-    def state_was_loaded(self) -> None:
-        """Bring what a checkpoint put on the device to where it waits."""
-        for added in self._on_optimizers:
-            if isinstance(added, OffloadedState):
-                added.store()
-
-    def close(self) -> None:
-        """Give the optimizers back as they were."""
-        for added in self._on_optimizers:
-            added.detach()
-        self._on_optimizers = []
-
+    @override
     def begin(self) -> None:
         """Call it before a training step, and before a loop without training. A collective.
 
@@ -133,13 +171,13 @@ class Steps:
         """Free what a step left gathered, so that hooks which read or write parameters find the shards."""
         reshard_units(self._module)
 
+    @override
     def after_forward(self) -> None:
-        """Call it between forward and backward of a training step."""
         self._check_sequences()
         self._unused.watch()
 
+    @override
     def after_evaluation(self) -> None:
-        """Call it after a step without backward."""
         self._check_sequences()
         for lengths in self._lengths:
             lengths.forget()
@@ -149,10 +187,21 @@ class Steps:
         for lengths in self._lengths:
             lengths.check_left()
 
+    @override
+    def begin_prediction(self, counts: Sequence[int | float]) -> None:
+        super().begin_prediction(counts)
+        self._lock_step = PredictionLockStep(counts, self._device)
+
+    @override
+    def lags_behind(self) -> bool:
+        assert self._lock_step is not None
+        return self._lock_step.is_short_after_this()
+
+    @override
     def held(self) -> contextlib.AbstractContextManager[None]:
-        """Backward in here is not the last of its window."""
         return self._reduction.held()
 
+    @override
     def before_backward(self, loss: Tensor) -> None:
         """Let whole parameters be averaged when backward through `loss` ends, once a window."""
         self._check_sequences()  # under manual optimization, the step has not ended yet
@@ -163,6 +212,7 @@ class Steps:
         if self._averaged and loss.requires_grad and not self._reduction.is_held:
             _torch.autograd.after_backward(loss, self._average)
 
+    @override
     def after_backward(self) -> None:
         """Agree with the other ranks on what was used. A collective."""
         if self._is_manual:
@@ -173,12 +223,14 @@ class Steps:
         if self._is_manual:  # the next forward may be of another optimizer, which freezes what this one trains
             self.free_gathered()
 
+    @override
     def before_update(self) -> None:
         """Reduce what a window held and never reduced: in a loop of the user's own, no backward may be the last."""
         if self._reduction.reduce_rest():
             self._average()
             self._unused.settle()
 
+    @override
     def after_update(self, optimizer: Optimizer) -> None:
         """Free what is still gathered: it holds the values of before the update."""
         self._unused.forget(parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -16,7 +16,7 @@ LAYERS = (
     ("techniques", "checkpoint"),
     ("dtypes",),
     ("policies",),
-    ("compatibility",),
+    ("plan",),
     ("parallelize",),
     ("steps",),
     ("strategies", "callbacks"),

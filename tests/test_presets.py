@@ -18,22 +18,22 @@ def test_names_build_their_classes() -> None:
 
 def test_options_have_their_types() -> None:
     strategy = build_strategy("fsdp_custom:reshard=2,layers=model.blocks,forward_methods=[model.a,b],timeout=30")
-    assert strategy._reshard == 2
-    assert strategy._layer_policies.layers == "model.blocks"
-    assert strategy._forward_methods == ("model.a", "b")
+    assert strategy._policies.reshard == 2
+    assert strategy._policies.layer.layers == "model.blocks"
+    assert strategy._policies.forward_methods == ("model.a", "b")
     assert strategy._timeout == timedelta(seconds=30)
-    assert build_strategy("fsdp_custom:layers=[a,b]")._layer_policies.layers == ["a", "b"]
-    assert build_strategy("fsdp_custom:reshard=never")._reshard == "never"
+    assert build_strategy("fsdp_custom:layers=[a,b]")._policies.layer.layers == ["a", "b"]
+    assert build_strategy("fsdp_custom:reshard=never")._policies.reshard == "never"
     pipeline = build_strategy("pp_custom:stages=[1,2],microbatches=4,schedule=gpipe")
     assert pipeline._degrees.pipeline == "node"
-    assert pipeline._pipeline_policy == PipelinePolicy(schedule="gpipe", microbatches=4, stages=(1, 2))
-    assert build_strategy("pp_custom:stages=auto")._pipeline_policy == PipelinePolicy()
+    assert pipeline._policies.pipeline == PipelinePolicy(schedule="gpipe", microbatches=4, stages=(1, 2))
+    assert build_strategy("pp_custom:stages=auto")._policies.pipeline == PipelinePolicy()
     assert build_strategy("ddp_custom:static_graph=true")._ddp_options["static_graph"] is True
 
 
 def test_an_option_wins_over_the_preset() -> None:
-    assert build_strategy("zero2_custom")._reshard == "never"
-    assert build_strategy("zero2_custom:reshard=always")._reshard == "always"
+    assert build_strategy("zero2_custom")._policies.reshard == "never"
+    assert build_strategy("zero2_custom:reshard=always")._policies.reshard == "always"
 
 
 @pytest.mark.parametrize(

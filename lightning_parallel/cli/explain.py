@@ -1,28 +1,28 @@
-"""What a strategy would do to a module: its layers, the degrees, the stages, and where each linear map goes."""
+"""The plan of a strategy for a module, in words: layers, degrees, units, stages, and the split of each linear map."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
 
-from lightning_parallel.module.layer_stacks import ModuleStructure, Stack, find_layers
-from lightning_parallel.strategies.mesh import MeshStrategy
-from lightning_parallel.techniques.pipeline.cut import cut_violations
-from lightning_parallel.techniques.pipeline.placement import Placement, plan_stages, positions_by_registration
-from lightning_parallel.techniques.pipeline.schedules import pipeline_violations
-from lightning_parallel.techniques.tensor.plan import TensorPlan, plan_tensor
-from lightning_parallel.techniques.tensor.trace import is_transposed, linear_maps
+from lightning_parallel.module.layer_stacks import Stack, find_layers
+from lightning_parallel.strategies.planned_strategy import PlannedStrategy
+from lightning_parallel.techniques.sharding import ROOT
+from lightning_parallel.techniques.tensor.splits import MapSplit
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_parallel.policies import Policies
+    from lightning_parallel.plan import Plan
     from lightning_parallel.ranks.degrees import Degrees
+
+_MOST_WHOLE = 8
+"""Parameters that stay whole are named up to this number."""
 
 
 def explain(trainer: Trainer, module: LightningModule) -> str:
@@ -40,20 +40,25 @@ def explain(trainer: Trainer, module: LightningModule) -> str:
     strategy: Any = trainer.strategy
     module = _built(strategy, module)
     name = type(module).__name__
-    if not isinstance(strategy, MeshStrategy):
-        structure = find_layers(module)
+    plan = strategy.plan_for(module) if isinstance(strategy, PlannedStrategy) else None
+    if plan is None or not plan.policies.shards:
+        structure = find_layers(module) if plan is None else plan.structure
         whole = f"{type(strategy).__name__} on {trainer.world_size} ranks: it has no degrees, and splits no layer"
         return "\n".join([f"{name}: {structure.explain()}", "", whole])
-    policies, degrees = strategy._policies(module), strategy.degrees
-    structure = find_layers(module, policies.layer.layers)
+    return describe_plan(plan)
+
+
+def describe_plan(plan: Plan) -> str:
+    """A text for people, a paragraph for each part of the plan."""
     parts = [
-        f"{name}: {structure.explain()}",
-        _degrees(degrees),
-        *_pipeline(module, structure, policies, degrees),
-        *_tensor(module, structure, policies, degrees),
-        *_context(structure, policies, degrees),
+        [f"{plan.module}: {plan.structure.explain()}"],
+        [_degrees(plan.degrees)],
+        _sharding(plan),
+        _pipeline(plan),
+        *_tensor(plan),
+        _context(plan),
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
 def _built(strategy: Any, module: LightningModule) -> LightningModule:
@@ -79,102 +84,106 @@ def _degrees(degrees: Degrees) -> str:
     return f"{total} ranks = {product}; {readers}"
 
 
-def _pipeline(module: nn.Module, structure: ModuleStructure, policies: Policies, degrees: Degrees) -> list[str]:
+def _sharding(plan: Plan) -> list[str]:
+    """The units of FSDP2; without a pipeline they are the same on all ranks."""
+    num_sharers = plan.degrees.data * int(plan.degrees.context)
+    lines = []
+    for rank, sharding in enumerate(plan.sharding):
+        where = f" on rank {rank} of the pipeline" if len(plan.sharding) > 1 else ""
+        if not sharding.units:
+            lines.append(f"not sharded{where}: no other rank shares a parameter")
+            continue
+        units = ", ".join(_collapsed(plan, sharding.units))
+        lines.append(f"sharded over {num_sharers} ranks{where} in {len(sharding.units)} units: {units}")
+        lines += [f"  whole: {name} ({reason})" for name, reason in list(sharding.whole.items())[:_MOST_WHOLE]]
+        if (more := len(sharding.whole) - _MOST_WHOLE) > 0:
+            lines.append(f"  whole: {more} more")
+    return lines
+
+
+def _collapsed(plan: Plan, units: Sequence[str]) -> list[str]:
+    """Paths of units, those of one stack as one."""
+    found = []
+    for stack in plan.structure.stacks:
+        if layers := [layer for layer in stack.layers if layer in units]:
+            found.append(_once(stack, layers))
+    inside = {layer for stack in plan.structure.stacks for layer in stack.layers}
+    found += [path for path in units if path != ROOT and path not in inside]
+    return [*found, *(["the rest with the module itself"] if ROOT in units else [])]
+
+
+def _pipeline(plan: Plan) -> list[str]:
     """The stages, as far as the order of registration tells; a traced step may move what is outside of the stack."""
-    size = int(degrees.pipeline)
+    size = int(plan.degrees.pipeline)
     if size == 1:
         return []
-    policy = policies.pipeline
-    if violations := [*pipeline_violations(policy, size), *cut_violations(module, structure, policy, size)]:
-        return ["\n".join([f"pipeline={size} is refused", *(f"  {violation}" for violation in violations)])]
-    (stack,) = structure.stacks
-    positions = positions_by_registration(module, structure)
-    plan = plan_stages(module, structure, Placement(positions), policy, size)
+    if plan.pipeline is None:
+        of_tensor = plan.tensor.violations if plan.tensor is not None else []
+        reasons = [violation for violation in plan.violations if violation not in of_tensor]
+        return [f"pipeline={size} is refused", *(f"  {reason}" for reason in reasons)]
+    (stack,) = plan.structure.stacks
+    policy, stages = plan.policies.pipeline, plan.pipeline.stages
     lines = [f"pipeline over {size} ranks, schedule {policy.schedule}, microbatches {policy.microbatches}"]
-    for stage in range(plan.num_stages):
-        layers = plan.layers_of(stage)
-        count = sum(
-            parameter.numel()
-            for name, parameter in module.named_parameters()
-            if any(plan.stage_at(position) == stage for position in positions[name])
-        )
+    for stage, numel in enumerate(plan.pipeline.numel):
+        layers = stages.layers_of(stage)
         ends = f"{stack.layers[layers.start]} to {stack.layers[layers.stop - 1]}"
-        lines.append(f"  stage {stage} on rank {plan.rank_of(stage)} of the pipeline: {ends}, {count:,} parameters")
-    lines.append("each boundary of stages: one activation and one gradient a microbatch")
-    return ["\n".join(lines)]
+        lines.append(f"  stage {stage} on rank {stages.rank_of(stage)} of the pipeline: {ends}, {numel:,} parameters")
+    return [*lines, "each boundary of stages: one activation and one gradient a microbatch"]
 
 
-def _context(structure: ModuleStructure, policies: Policies, degrees: Degrees) -> list[str]:
-    size = int(degrees.context)
+def _context(plan: Plan) -> list[str]:
+    size = int(plan.degrees.context)
     if size == 1:
         return []
-    stacks = ", ".join(stack.path for stack in structure.stacks) or "no stack, so it is refused"
-    if policies.context_attention == "ring":
+    stacks = ", ".join(stack.path for stack in plan.structure.stacks) or "no stack, so it is refused"
+    if plan.policies.context_attention == "ring":
         sent = f"keys and values {size - 1} times forward, {size - 1} times and gradients {size} times backward"
         return [f"sequences split over {size} ranks in {stacks}: an attention sends {sent}"]
     return [f"sequences split over {size} ranks in {stacks}: an attention is four all-to-alls forward, four backward"]
 
 
-def _tensor(module: nn.Module, structure: ModuleStructure, policies: Policies, degrees: Degrees) -> list[str]:
-    size = degrees.tensor
+def _tensor(plan: Plan) -> list[list[str]]:
+    size = plan.degrees.tensor
     if size == 1:
-        return ["tensor=1: no linear map is split"]
-    plan = plan_tensor(module, structure, policies.tensor_plan, degree=size)
-    if plan.violations:
-        return ["\n".join([f"tensor={size} is refused", *(f"  {violation}" for violation in plan.violations)])]
-    placements = [f"tensor parallel over {size} ranks, by {plan.source}"]
+        return [["tensor=1: no linear map is split"]]
+    if plan.tensor is None or plan.tensor.violations:
+        reasons = plan.violations if plan.tensor is None else plan.tensor.violations
+        return [[f"tensor={size} is refused", *(f"  {reason}" for reason in reasons)]]
+    splits = plan.tensor.splits
+    placements = [f"tensor parallel over {size} ranks, by {plan.tensor.source}"]
     collectives = ["collectives of a layer among the ranks that share it, counted by its branches"]
-    for stack in structure.stacks:
-        placements += _placements(module, stack, plan, int(size))
-        collectives += _collectives(module, stack, plan, sequence=policies.sequence)
-    placements += [_table(path, module.get_submodule(path), int(size)) for path in plan.tables]
-    return ["\n".join(placements), "\n".join(collectives)]
+    for stack in plan.structure.stacks:
+        inside = [split for split in splits if split.layer in stack.layers]
+        placements += _placements(stack, inside)
+        collectives += _collectives(stack, inside, sequence=plan.policies.sequence)
+    placements += [f"  {split.name}: {split}" for split in splits if not split.layer]
+    return [placements, collectives]
 
 
-def _placements(module: nn.Module, stack: Stack, plan: TensorPlan, size: int) -> list[str]:
+def _placements(stack: Stack, splits: Sequence[MapSplit]) -> list[str]:
     layers: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-    for layer in stack.layers:
-        for name, linear in linear_maps(module.get_submodule(layer)):
-            layers[name, _placement(linear, plan.roles.get(f"{layer}.{name}", "whole"), size)].append(layer)
+    for split in splits:
+        layers[split.name, str(split)].append(split.layer)
     return [f"  {_once(stack, paths)}.{name}: {placement}" for (name, placement), paths in layers.items()]
 
 
-def _placement(linear: Any, role: str, size: int) -> str:
-    """The role, the shape of the weight, and the shape of a rank's part of it."""
-    if role == "heads":
-        return f"heads, {linear.num_heads} -> {linear.num_heads // size}"
-    if not hasattr(linear, "weight"):
-        return role
-    shape = list(linear.weight.shape)
-    local = list(shape)
-    if role != "whole":
-        local[int((role == "colwise") == is_transposed(linear))] //= size
-    return f"{role}, {shape}" + (f" -> {local}" if local != shape else "")
-
-
-def _table(path: str, table: Any, size: int) -> str:
-    """An embedding or head that is split by tokens."""
-    tokens, width = table.weight.shape
-    return f"  {path}: vocab, [{tokens}, {width}] -> [{tokens // size}, {width}]"
-
-
-def _collectives(module: nn.Module, stack: Stack, plan: TensorPlan, *, sequence: bool) -> list[str]:
+def _collectives(stack: Stack, splits: Sequence[MapSplit], *, sequence: bool) -> list[str]:
     layers: defaultdict[str, list[str]] = defaultdict(list)
     for path in stack.layers:
-        layers[_sent(module.get_submodule(path), plan.below(path), sequence=sequence)].append(path)
+        own = [split for split in splits if split.layer == path and split.role != "whole"]
+        layers[_sent(own, sequence=sequence)].append(path)
     return [f"  {_once(stack, paths)}: {text}" for text, paths in layers.items()]
 
 
-def _sent(layer: nn.Module, roles: dict[str, str], *, sequence: bool) -> str:
-    """What the branches of `layer` send: each ends with a sum over the ranks, and begins with one in backward.
+def _sent(splits: Sequence[MapSplit], *, sequence: bool) -> str:
+    """What the branches of a layer send: each ends with a sum over the ranks, and begins with one in backward.
 
     Where positions are split between branches, sums are scattered, and what a branch begins with is gathered.
     """
-    branches = [name for name, role in roles.items() if role in ("rowwise", "heads")]
+    branches = [split.name for split in splits if split.closes_branch]
     if not branches:
-        return "no branch is closed" if roles else "not split"
-    heads = [layer.get_submodule(name) for name, role in roles.items() if role == "heads"]
-    packed = sum(getattr(each, name) is not None for each in heads for name in ("in_proj_weight", "in_proj_bias"))
+        return "no branch is closed" if splits else "not split"
+    packed = sum(split.packed for split in splits)
     number = len(branches)
     sums = f"{number} all-gathers and {number} reduce-scatters" if sequence else f"{number} all-reduces"
     gathers = f", {packed} all-gathers of packed weights" if packed else ""
@@ -183,7 +192,7 @@ def _sent(layer: nn.Module, roles: dict[str, str], *, sequence: bool) -> str:
     return f"forward {sums} ({', '.join(branches)}){gathers}; backward {sums}{scatters}{own}"
 
 
-def _once(stack: Stack, layers: list[str]) -> str:
+def _once(stack: Stack, layers: Sequence[str]) -> str:
     """One path for layers of a stack: with ``*`` if these are all."""
     if len(layers) == len(stack.layers):
         return f"{stack.path}.*"

@@ -66,7 +66,7 @@ def _explain() -> None:
     parsed = LightningCLI(run=False, save_config_callback=None)
     print(explain(parsed.trainer, parsed.model))
     if isinstance(strategy := parsed.trainer.strategy, ProcessGroupStrategy):
-        strategy._check_module(parsed.model)
+        strategy.check_module(parsed.model)
 
 
 class _SaveConfigBesideLogs(SaveConfigCallback):

@@ -3,40 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_parallel.module.layer_stacks import find_layers
 from lightning_parallel.parallelize import Parallelized
-from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.techniques.pipeline.placement import Placement
 from lightning_parallel.techniques.pipeline.stage_plan import balanced
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
-
-
-def pipelining_violations(
-    degrees: Degrees, *, offload: str, updates_in_backward: bool, forward_methods: Sequence[str]
-) -> list[str]:
-    """Options that do not go with a pipeline."""
-    start = f"pipeline={degrees.pipeline}"
-    found = []
-    if offload == "all":
-        found.append(f"{start} with offload='all': stages sum gradients on the device; give offload='optimizer'")
-    if updates_in_backward:
-        found.append(
-            f"{start} with optimizer_in_backward=True: a gradient is complete only after the last of several "
-            "microbatches; give one of the two"
-        )
-    if forward_methods:
-        found.append(
-            f"{start} with forward_methods={list(forward_methods)}: outside of a step no rank can run all layers; call "
-            "such methods after fit has returned, where the module is whole"
-        )
-    return found
 
 
 def pipelined_module_violations(module: LightningModule) -> list[str]:
@@ -61,33 +37,18 @@ def pipelined_module_violations(module: LightningModule) -> list[str]:
     return found
 
 
-def hooked_layers_violations(module: LightningModule, layers: str | Sequence[str] | None) -> list[str]:
-    """Hooks of the user's on layers of the stack: those of layers on other stages would not run."""
-    hooked = [
-        path
-        for path in find_layers(module, layers).layers
-        for hook in module.get_submodule(path)._forward_hooks.values()
-        if not getattr(hook, "__module__", "").startswith("transformers.")  # these collect on demand only
-    ]
-    if not hooked:
-        return []
-    return [
-        f"{hooked[0]} has a forward hook, which under a pipeline only the ranks of its stage would run; take it off, "
-        "or give pipeline=1"
-    ]
-
-
 def misplaced_violations(
     module: LightningModule, parallelized: Parallelized, placement: Placement, *, is_too_large: bool
 ) -> list[str]:
     """Why parameters that are used elsewhere than their registration says cannot be moved; empty if they can."""
     if not is_too_large:
         return []
-    assert parallelized.cut is not None
-    before = parallelized.cut.placement.positions
+    plan = parallelized.plan.pipeline
+    assert plan is not None
+    before = plan.placement.positions
     names = [name for name, where in placement.positions.items() if where != before[name]]
     if not names and placement.costs is not None:
-        stages = list(balanced(placement.costs, parallelized.cut.plan.num_stages))
+        stages = list(balanced(placement.costs, plan.stages.num_stages))
         return [
             f"stages='time' needs the whole module on a rank once, and {type(module).__name__} is too large for that; "
             f"give what was measured, stages={stages}, or 'auto'"

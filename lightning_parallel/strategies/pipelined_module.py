@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,14 +68,14 @@ class PipelinedModule:
         self._loss_scale = loss_scale
         self._place_again = place_again
         self._rank = self._cut.group.rank()
-        self._last_rank = self._cut.plan.rank_of(self._cut.plan.last)
+        self._last_rank = self._cut.plan.stages.rank_of(self._cut.plan.stages.last)
         self._looked_at: set[str] = set()
         self._usual_size: int | None = None
         self._num_evaluated = 0
         self._own: dict[str, Any] = {}
         self._microsteps: dict[str, _Microstep] = {}
 
-    def attach(self, names: list[str], looked_at: set[str] | None = None) -> None:
+    def attach(self, names: Sequence[str], looked_at: set[str] | None = None) -> None:
         """Stand in for the step methods `names`, of which those in `looked_at` need no second look."""
         self._looked_at = looked_at or set()
         for name in names:
@@ -113,7 +113,7 @@ class PipelinedModule:
             return self._evaluate(name, parts, args, seed, size // count)
 
     def _count(self, name: str, size: int) -> int:
-        policy, num_ranks = self._cut.policy, self._cut.plan.num_ranks
+        policy, num_ranks = self._cut.plan.policy, self._cut.plan.stages.num_ranks
         if name != TRAINING:
             return policy.any_microbatches(size, num_ranks)
         self._usual_size = max(self._usual_size or 0, size)
@@ -130,14 +130,14 @@ class PipelinedModule:
             return _loss_in(output) * (scale / len(parts))
 
         with GradientsOfStep([p for p in self._module.parameters() if p.requires_grad]) as gradients:
-            actions = training_actions(self._cut.policy, self._cut.plan, len(parts), self._rank)
+            actions = training_actions(self._cut.plan.policy, self._cut.plan.stages, len(parts), self._rank)
             output = self._execute(TRAINING, actions, parts, args, seed, part_size, loss_of)
             self._steps.after_microbatches()
         loss = gradients.attached_to(_loss_in(output), scale=scale)
         return {**output, "loss": loss} if isinstance(output, dict) else loss
 
     def _evaluate(self, name: str, parts: list[Any], args: Any, seed: int, part_size: int) -> Any:
-        actions = evaluation_actions(self._cut.plan, len(parts), self._rank)
+        actions = evaluation_actions(self._cut.plan.stages, len(parts), self._rank)
         return self._execute(name, actions, parts, args, seed, part_size, None)
 
     def _execute(
@@ -163,7 +163,7 @@ class PipelinedModule:
             ):
                 torch.clear_autocast_cache()
                 output = self._microsteps[name].run(parts[microbatch], *args)
-            if stage != self._cut.plan.last:
+            if stage != self._cut.plan.stages.last:
                 return output  # type: ignore[no-any-return]
             check(_foreign(output, logs))
             outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, output)
@@ -174,7 +174,7 @@ class PipelinedModule:
 
     def _execution(self, name: str, forward: Callable[[int, int, Passed | None], Passed | None]) -> Execution:
         return Execution(
-            self._cut.plan,
+            self._cut.plan.stages,
             group=self._cut.group,
             host_group=self._cut.host_group,
             device=self._device,
@@ -202,19 +202,20 @@ class PipelinedModule:
         if name not in self._looked_at:
             self._looked_at.add(name)
             if (positions := self._misplaced(name, part, args)) is not None:
-                return Placement(positions, self._cut.placement.costs, self._cut.router.beside)
-        if name == TRAINING and self._cut.policy.stages == "time" and _TIMES not in self._looked_at:
+                return Placement(positions, self._cut.plan.placement.costs, self._cut.router.beside)
+        if name == TRAINING and self._cut.plan.policy.stages == "time" and _TIMES not in self._looked_at:
             self._looked_at.add(_TIMES)
-            costs, plan = self._measured(part, args), self._cut.plan
+            costs, plan = self._measured(part, args), self._cut.plan.stages
             if is_worth_moving(costs, plan.counts, balanced(costs, plan.num_stages)):
-                return Placement(self._cut.placement.positions, costs, self._cut.router.beside)
+                return Placement(self._cut.plan.placement.positions, costs, self._cut.router.beside)
         return None
 
     def _misplaced(self, name: str, part: Any, args: Any) -> Positions | None:
         """Where parameters are used, unless each stage has what it uses already."""
         with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention():
             traced = trace_positions(self._module, self._cut.router, name, lambda: self._traced_step(name, part, args))
-        return corrected(self._cut.placement.positions, traced, self._cut.plan, is_first=len(self._looked_at) == 1)
+        plan = self._cut.plan
+        return corrected(plan.placement.positions, traced, plan.stages, is_first=len(self._looked_at) == 1)
 
     def _traced_step(self, name: str, part: Any, args: Any) -> None:
         output = self._microsteps[name].step(part, *args)
@@ -223,13 +224,13 @@ class PipelinedModule:
 
     def _measured(self, part: Any, args: Any) -> StepCosts:
         """What layers take in a training step on a microbatch, without backward. A collective."""
-        clock = StepClock(self._cut.plan, self._device)
+        clock = StepClock(self._cut.plan.stages, self._device)
 
         def forward(stage: int, microbatch: int, received: Passed | None) -> Passed | None:
             torch.clear_autocast_cache()
             with clock.of_stage(stage), self._cut.router.open(TRAINING, stage, received, clock=clock):
                 output = self._microsteps[TRAINING].run(part, *args)
-            return output if stage != self._cut.plan.last else None
+            return output if stage != self._cut.plan.stages.last else None
 
         with (
             unchanged_generators(self._device),
@@ -239,7 +240,7 @@ class PipelinedModule:
         ):
             for _ in range(ROUNDS):
                 with StepLogs(self._module).of(0):
-                    self._execution(TRAINING, forward).run(evaluation_actions(self._cut.plan, 1, self._rank))
+                    self._execution(TRAINING, forward).run(evaluation_actions(self._cut.plan.stages, 1, self._rank))
         return clock.costs(self._all_ranks)
 
 

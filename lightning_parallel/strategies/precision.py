@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import _torch
+from lightning_parallel.dtypes import POLICIES, DtypePolicy
 from lightning_parallel.techniques.clipping import clip_gradients_by_norm, clip_gradients_by_value
 
 
@@ -66,3 +68,13 @@ def sharded_precision(plugin: Precision | None) -> Precision | None:
     sharded: Any = cls.__new__(cls)
     sharded.__dict__.update(vars(plugin))
     return sharded  # type: ignore[no-any-return]
+
+
+def sharding_dtypes(plugin: Precision) -> DtypePolicy:
+    """The dtypes of gathering and reducing that belong to the Trainer's precision; unknown ones are refused."""
+    return POLICIES.get(str(plugin.precision), DtypePolicy())
+
+
+def module_dtype(plugin: Precision) -> torch.dtype | None:
+    """The dtype to which `plugin` converts a module; ``None`` if it leaves what the module has."""
+    return {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}.get(str(plugin.precision))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
@@ -18,10 +17,8 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -32,44 +29,40 @@ from lightning_parallel.checkpoint.full_state import (
     whole_optimizer_state,
     whole_state_dict,
 )
-from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.strategies.refusals import device_violations, module_violations, without_unmovable_module
+from lightning_parallel.policies import Policies
+from lightning_parallel.ranks.collectives import stacked
+from lightning_parallel.strategies.planned_strategy import PlannedStrategy
+from lightning_parallel.strategies.refusals import device_violations
 from lightning_parallel.strategies.sampling import SampleDealer
 from lightning_parallel.strategies.streams import RandomStreams
-from lightning_parallel.techniques.deferred_init.deferral import Deferral
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 
-class ProcessGroupStrategy(ParallelStrategy):
+class ProcessGroupStrategy(PlannedStrategy):
     """One process a device, started as Lightning starts them or by torchrun, SLURM and the like.
 
     Args:
+        policies: The rules, but for what belongs to a module.
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a rank that is missing; seconds or a timedelta.
     """
 
-    def __init__(
-        self, *, process_group_backend: str | None = None, timeout: timedelta | float = default_pg_timeout
-    ) -> None:
-        super().__init__()
-        self.num_nodes = 1
+    def __init__(self, policies: Policies, *, process_group_backend: str | None, timeout: timedelta | float) -> None:
+        super().__init__(policies)
         self._process_group_backend = process_group_backend
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        self._deferral = Deferral(to_meta=self._defers_init, tell=rank_zero_info)
         self._dealer: SampleDealer | None = None
         self._streams = RandomStreams()
 
-    _defers_init = False
-    """Whether `configure_model` is recorded instead of run, so that no rank holds the whole module."""
     _has_cut_optimizers = True
     """Whether optimizers hold the module's parameters as they are now, not as an earlier fit gave them back."""
 
     # What is refused, and when ----------------------------------------------------------------------------------
 
+    @override
     def set_up_violations(self) -> list[str]:
-        """Why this strategy cannot run on these devices; known as soon as the Trainer is made."""
         return device_violations(
             num_ranks=self.num_nodes * self.num_processes,
             num_nodes=self.num_nodes,
@@ -78,20 +71,6 @@ class ProcessGroupStrategy(ParallelStrategy):
             backend=self._process_group_backend,
         )
 
-    def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
-        """Why this strategy cannot run this module; asked before processes start where the module is built by then."""
-        return module_violations(module, is_fitting=is_fitting, record=self._deferral.record)
-
-    def refuse(self, violations: list[str]) -> None:
-        """Raise with all `violations` on rank 0; the other ranks see the same ones and end without repeating them."""
-        if violations:
-            raise ConfigurationError(violations if self.global_rank == 0 else ["refused; rank 0 says why"])
-
-    def _check_module(self, module: LightningModule) -> None:
-        if not is_overridden("configure_model", module):
-            is_fitting = module._trainer is None or module.trainer.state.fn == TrainerFn.FITTING
-            self.refuse(self.module_violations(module, is_fitting=is_fitting))
-
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -99,10 +78,10 @@ class ProcessGroupStrategy(ParallelStrategy):
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = _CheckingLauncher(self)
 
-    @override
-    def connect(self, model: LightningModule) -> None:
-        super().connect(model)
-        self._check_module(model)
+    @property
+    def _training_optimizers(self) -> list[Optimizer]:
+        """The optimizers that hold the module's parameters as they are now, not as an earlier fit gave them back."""
+        return self.optimizers if self._has_cut_optimizers else []
 
     # The process group ------------------------------------------------------------------------------------------
 
@@ -117,19 +96,21 @@ class ProcessGroupStrategy(ParallelStrategy):
         return self.parallel_devices[0].type if self.parallel_devices else "cpu"
 
     @property
-    def num_processes(self) -> int:
-        """Processes on this machine."""
-        return len(self.parallel_devices or ())
-
-    @property
     def is_distributed(self) -> bool:
         """Lightning's question whether to give each rank other samples."""
         return True
 
     @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that read different samples."""
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        is_ready = dist.is_initialized()
+        return {"num_replicas": self.degrees.data, "rank": self.data_group.rank() if is_ready else self.global_rank}
 
     @property
     def process_group_backend(self) -> str | None:
@@ -158,8 +139,6 @@ class ProcessGroupStrategy(ParallelStrategy):
             timeout=self._timeout,
             device_id=device if device.type != "cpu" else None,
         )
-        assert self.lightning_module is not None
-        self._deferral.attach(self.lightning_module)
 
     def chosen_backend(self) -> str:
         """The backend given, or the one that fits the device."""
@@ -169,13 +148,8 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None
-        assert self.lightning_module is not None
-        self.accelerator.setup(trainer)
         self._dealer = SampleDealer(trainer)
-        if is_overridden("configure_model", self.lightning_module):  # only now is there a module to look at
-            is_fitting = trainer.state.fn == TrainerFn.FITTING
-            self.refuse(self.module_violations(self.lightning_module, is_fitting=is_fitting))
+        super().setup(trainer)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -203,19 +177,33 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return _sync_ddp_if_available(tensor, group or self.data_group, reduce_op=reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        # Without a group, LightningModule.all_gather names that of the process. Ranks that share samples count once.
+        if group not in (None, dist.group.WORLD) or self.data_group is dist.group.WORLD:
+            return super().all_gather(tensor, group, sync_grads)
+        # torch's gather has a backward only for all ranks of the process.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and sync_grads):
+            return stacked(tensor, self.data_group)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        count = int(self.reduce(torch.tensor(int(decision), device=self.root_device), dist.group.WORLD, "sum"))
+        return count == self.world_size if all else count > 0
 
     # Random numbers ---------------------------------------------------------------------------------------------
 
     @override
     def on_train_start(self) -> None:
-        assert self.lightning_module is not None
-        self._streams.begin(self.lightning_module.trainer, self.distributed_sampler_kwargs["rank"], self.root_device)
+        self._streams.begin(self.module.trainer, self.distributed_sampler_kwargs["rank"], self.root_device)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        assert self.lightning_module is not None
-        self._streams.continue_epoch(self.lightning_module.trainer, self.root_device)
+        self._streams.continue_epoch(self.module.trainer, self.root_device)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -224,16 +212,14 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        assert self.lightning_module is not None
-        self._streams.add_to(checkpoint, self.lightning_module.trainer, self.root_device)
+        self._streams.add_to(checkpoint, self.module.trainer, self.root_device)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         options = {} if weights_only is None else {"weights_only": weights_only}  # Lightning's, since 2.6
         checkpoint = super().load_checkpoint(checkpoint_path, **options)
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+        if self.module.trainer.state.fn == TrainerFn.FITTING:
             self._streams.take_from(checkpoint)
         return checkpoint
 
@@ -246,13 +232,11 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        return whole_state_dict(self.lightning_module, keep=self.is_global_zero)
+        return whole_state_dict(self.module, keep=self.is_global_zero)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        load_whole_state_dict(self.lightning_module, checkpoint["state_dict"], strict=strict)
+        load_whole_state_dict(self.module, checkpoint["state_dict"], strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -263,15 +247,14 @@ class ProcessGroupStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             load_whole_optimizer_state(optimizer, state)
+        self.steps.state_was_loaded()
 
     @override
     def teardown(self) -> None:
-        self._deferral.detach()
         self._streams.end()
         if self._dealer is not None:
             self._dealer.detach()
-        with without_unmovable_module(self):
-            super().teardown()
+        super().teardown()
 
 
 class _CheckingLauncher(_SubprocessScriptLauncher):
@@ -288,7 +271,7 @@ class _CheckingLauncher(_SubprocessScriptLauncher):
         if module is not None:
             if trainer is not None:
                 module.trainer = trainer  # Lightning does so after the launch; some refusals look at its settings
-            self._strategy._check_module(module)
+            self._strategy.check_module(module)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 

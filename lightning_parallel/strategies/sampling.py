@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
 from lightning.pytorch.trainer.states import TrainerFn
@@ -53,25 +50,3 @@ class SampleDealer:
         if self._is_on:
             self._connector.use_distributed_sampler = True
         self._is_on = False
-
-
-class PredictLockStep:
-    """Says after which batch this rank has to run one more, because another rank has one more. A collective to make.
-
-    Lightning repeats no sample in prediction, so ranks may differ by a batch; a sharded module gathers its parameters
-    on all ranks or on none.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        counts = trainer.predict_loop.max_batches
-        own = torch.tensor(counts, dtype=torch.float64, device=trainer.strategy.root_device)
-        most = own.clone()
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        ends = accumulate(counts)
-        self._short_ends = {end for end, is_short in zip(ends, (own < most).tolist(), strict=True) if is_short}
-        self._done = 0
-
-    def is_short_after_this(self) -> bool:
-        """Call once a batch; whether it was the last of a loader that has one more elsewhere."""
-        self._done += 1
-        return self._done in self._short_ends

@@ -33,6 +33,39 @@ def accumulation_violations(accumulation_sync: str) -> list[str]:
     return [f"accumulation_sync={accumulation_sync!r} is unknown; possible: {', '.join(MODES)}"]
 
 
+class AccumulationWindow:
+    """The microsteps between two updates: whether the one that runs now is held back, and whether any was."""
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self.has_held = False
+        self._has_held_before = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no earlier microstep of the window has held gradients back."""
+        return not (self._has_held_before if self.is_held else self.has_held)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Backward in here is not the last of its window."""
+        self._has_held_before = self.has_held
+        self.is_held = self.has_held = True
+        try:
+            yield
+        finally:
+            self.is_held = False
+
+    def after_backward(self, *, keeps: bool = False) -> None:
+        """A backward has ended; unless it was held or the caller `keeps` the window, nothing of it is left."""
+        self.has_held = self.has_held and (self.is_held or keeps)
+
+    def take_rest(self) -> bool:
+        """Whether anything was held and not reduced since; from now on, nothing was."""
+        has_rest, self.has_held = self.has_held, False
+        return has_rest
+
+
 class GradientReduction:
     """Holds back the reduction of gradients in all microsteps of a window but the last.
 
@@ -79,9 +112,7 @@ class GradientReduction:
         self._group = group
         self._tell = tell
         self._has_measured = False
-        self._has_held = False
-        self._has_held_before = False
-        self.is_held = False
+        self._window = AccumulationWindow()
 
     @property
     def holds_shards(self) -> bool:
@@ -89,21 +120,24 @@ class GradientReduction:
         return self.is_held and self._mode == "last"
 
     @property
+    def is_held(self) -> bool:
+        """Whether the microstep that runs now is not the last of its window."""
+        return self._window.is_held
+
+    @property
     def is_first(self) -> bool:
         """Whether no earlier microstep of the window has held gradients back."""
-        return not (self._has_held_before if self.is_held else self._has_held)
+        return self._window.is_first
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Backward in here is not the last of its window."""
         self._measure()
         self._set(reduce=self._mode != "last", all_reduce=not _torch.fsdp.CAN_REDUCE_UNUSED)
-        self._has_held_before = self._has_held
-        self.is_held = self._has_held = True
         try:
-            yield
+            with self._window.held():
+                yield
         finally:
-            self.is_held = False
             for unit in self._units if self._mode == "last" else ():
                 _torch.fsdp.even_out_held_gradients(unit)
             self._set(reduce=True, all_reduce=True)
@@ -124,7 +158,7 @@ class GradientReduction:
 
     def after_backward(self) -> None:
         """A backward has ended; if it was not held, nothing is left over of its window."""
-        self._has_held = self._has_held and (self.is_held or self._is_manual)
+        self._window.after_backward(keeps=self._is_manual)
 
     def reduce_rest(self) -> bool:
         """Reduce what was held and never reduced, as in a user's own loop. A collective, if there is any.
@@ -132,14 +166,14 @@ class GradientReduction:
         Returns:
             Whether there was any.
         """
-        has_rest, self._has_held = self._has_held, False
+        has_rest = self._window.take_rest()
         if has_rest and self._units:
             self._reduce_held()
         return has_rest
 
     def drop(self, parameters: Collection[Tensor]) -> None:
         """Forget gradients of `parameters` that wait: those of a window that was broken off."""
-        if self._has_held:
+        if self._window.has_held:
             for unit in self._units:
                 _torch.fsdp.drop_held_gradients(unit, parameters)
 
@@ -149,7 +183,7 @@ class GradientReduction:
         A unit notices the end of its backward by hooks on the tensors that its forward returned. One that returns an
         object which hides them, such as a `torch.distributions.Normal`, has none.
         """
-        if self._units and not self._has_held:
+        if self._units and not self._window.has_held:
             self._reduce_held()
 
     def hold_microbatches(self) -> None:

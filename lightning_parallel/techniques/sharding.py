@@ -6,7 +6,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP"; Rajbhandari et al. 2020, "ZeRO"; `torc
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,15 @@ class ShardingPlan:
     whole: dict[str, str]
 
 
-def plan_sharding(module: nn.Module, units: Sequence[str], *, root_is_unit: bool, casts: bool = False) -> ShardingPlan:
+def plan_sharding(
+    module: nn.Module,
+    units: Sequence[str],
+    *,
+    root_is_unit: bool,
+    casts: bool = False,
+    absent: Collection[str] = (),
+    module_dtype: torch.dtype | None = None,
+) -> ShardingPlan:
     """Decide what is sharded with what; changes nothing.
 
     Args:
@@ -47,24 +55,26 @@ def plan_sharding(module: nn.Module, units: Sequence[str], *, root_is_unit: bool
             forward has ended. The outermost submodules with a forward are units then.
         casts: Whether parameters are gathered in another dtype. BatchNorm's stay in theirs then, whole, because torch
             has no kernel for weights and statistics of two dtypes, and parametrizations', which compute weights.
+        absent: Names of parameters that this rank does not hold: those of other pipeline stages.
+        module_dtype: The dtype to which the module is converted before it is sharded, if it is.
     """
     outer = [ROOT] if root_is_unit else [path for path in _outermost(module) if path not in units]
     paths = sorted({*units, *outer}, key=lambda path: (-_depth(path), path))
-    owners = {name: _owner(name, paths) for name, _ in module.named_parameters(remove_duplicate=False)}
+    of_units = frozenset(paths)
+    owners = {name: _owner(name, of_units) for name, _ in module.named_parameters(remove_duplicate=False)}
     whole = {name: "no unit holds it" for name, owner in owners.items() if owner is None}
     whole |= dict(_shared_across_units(module, owners))
-    whole |= dict(_unshardable(module, owners))
+    whole |= dict(_unshardable(module, owners, module_dtype))
     if casts:
         whole |= dict.fromkeys(
             _uncast_parameters(module), "BatchNorm or a parametrization, which compute in their own dtype"
         )
-    present = {name for name, p in module.named_parameters(remove_duplicate=False) if not is_placeholder(p)}
-    return ShardingPlan(tuple(paths), {name: reason for name, reason in whole.items() if name in present})
+    return ShardingPlan(tuple(paths), {name: reason for name, reason in whole.items() if name not in absent})
 
 
-def keep_whole(module: nn.Module) -> ShardingPlan:
+def keep_whole(module: nn.Module, absent: Collection[str] = ()) -> ShardingPlan:
     """The plan of a rank that has nobody to share with: without units, nothing is copied in order to be gathered."""
-    names = (name for name, p in module.named_parameters(remove_duplicate=False) if not is_placeholder(p))
+    names = (name for name, _ in module.named_parameters(remove_duplicate=False) if name not in absent)
     return ShardingPlan((), dict.fromkeys(names, "no other rank shares it"))
 
 
@@ -214,9 +224,14 @@ def _is_outermost(path: str, plan: ShardingPlan) -> bool:
     return not any(path != other and (other == ROOT or path.startswith(f"{other}.")) for other in plan.units)
 
 
-def _owner(name: str, paths: Sequence[str]) -> str | None:
-    """The innermost unit around a parameter; `paths` has inner before outer."""
-    return next((path for path in paths if path == ROOT or name.startswith(f"{path}.")), None)
+def _owner(name: str, paths: Collection[str]) -> str | None:
+    """The innermost of the units in `paths` around a parameter."""
+    path = name
+    while path:
+        path = path.rpartition(".")[0]
+        if path in paths:
+            return path
+    return None
 
 
 def _depth(path: str) -> int:
@@ -232,15 +247,18 @@ def _shared_across_units(module: nn.Module, owners: dict[str, str | None]) -> It
             yield from ((alias, f"{aliases[0]} and {aliases[1]} are one parameter of two units") for alias in aliases)
 
 
-def _unshardable(module: nn.Module, owners: dict[str, str | None]) -> Iterator[tuple[str, str]]:
+def _unshardable(
+    module: nn.Module, owners: dict[str, str | None], module_dtype: torch.dtype | None
+) -> Iterator[tuple[str, str]]:
     """Parameters that FSDP2 cannot take: scalars, and trainable ones of a second dtype in a unit."""
     trainable = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
     sizes: dict[str | None, Counter[torch.dtype]] = defaultdict(Counter)
+    dtypes = {n: module_dtype if module_dtype and p.is_floating_point() else p.dtype for n, p in trainable}
     for name, parameter in trainable:
-        sizes[owners[name]][parameter.dtype] += parameter.numel()
-    for name, parameter in trainable:
-        if parameter.dtype != (main := sizes[owners[name]].most_common(1)[0][0]):
-            yield name, f"{parameter.dtype} in a unit of {main}"
+        sizes[owners[name]][dtypes[name]] += parameter.numel()
+    for name, _ in trainable:
+        if dtypes[name] != (main := sizes[owners[name]].most_common(1)[0][0]):
+            yield name, f"{dtypes[name]} in a unit of {main}"
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.ndim == 0 or parameter.numel() == 0:
             yield name, "a scalar" if parameter.ndim == 0 else "empty"

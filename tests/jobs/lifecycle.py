@@ -511,7 +511,7 @@ def too_large_to_be_whole(num_ranks: int, path: str) -> dict[str, Any]:
     """A module that stays sharded after `fit`: what still works with it, and what is refused."""
     L.seed_everything(3, verbose=False)
     module = ByteGPT("adamw")
-    with mock.patch("lightning_parallel.strategies.mesh.rank_share_of_host_memory", return_value=1):
+    with mock.patch("lightning_parallel.strategies.parallel_module.host_memory", return_value=1):
         trainer = trainer_for("fsdp_custom", num_ranks)
         trainer.fit(module, loader(num_ranks))
         found: dict[str, Any] = {"first": full_state_dict(trainer)}

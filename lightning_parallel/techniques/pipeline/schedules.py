@@ -29,6 +29,10 @@ class PipelinePolicy:
     stages: Sequence[int] | Literal["auto", "time"] = "auto"
     virtual_stages: int = 1
 
+    def __post_init__(self) -> None:
+        if isinstance(self.stages, list):  # as in YAML
+            object.__setattr__(self, "stages", tuple(self.stages))
+
     def given(self) -> list[str]:
         """What is not as by default."""
         found = {option.name: getattr(self, option.name) for option in fields(self)}

@@ -19,6 +19,7 @@ from torch import nn
 from lightning_parallel.module.layer_stacks import ModuleStructure
 from lightning_parallel.ranks.divisibility import divisors, listed
 from lightning_parallel.techniques.tensor.argument_guesses import HEAD_COUNTS
+from lightning_parallel.techniques.tensor.splits import MapSplit
 from lightning_parallel.techniques.tensor.trace import (
     LayerTrace,
     heads_violation,
@@ -45,11 +46,13 @@ class TensorPlan:
             is not named is whole on every rank.
         source: Where the plan comes from, in words.
         violations: Why it cannot be carried out, each with what is possible; empty if it can.
+        splits: Every linear map with its shape and that of a rank's part, also those that stay whole.
     """
 
     roles: dict[str, str]
     source: str
     violations: list[str] = field(default_factory=list)
+    splits: tuple[MapSplit, ...] = ()
 
     @property
     def tables(self) -> list[str]:

@@ -88,9 +88,9 @@ class Stages(Callback):
         self.counts: tuple[int, ...] = ()
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        parallelized = getattr(trainer.strategy, "_parallelized", None)
-        if parallelized is not None:
-            self.counts = parallelized.cut.plan.counts
+        parallel = getattr(trainer.strategy, "_parallel", None)
+        if parallel is not None:
+            self.counts = parallel.current.cut.plan.stages.counts
 
 
 def train(case: str, strategy: str, num_ranks: int, num_readers: int = 1) -> tuple[Outcome, dict[str, Any]]:
@@ -130,7 +130,7 @@ def test_stages_take_equally_long(ranks: Any, case: str, strategy: str, counts: 
 
 
 def refusal() -> str:
-    with mock.patch("lightning_parallel.strategies.mesh.MeshStrategy._is_too_large", return_value=True):
+    with mock.patch("lightning_parallel.strategies.parallel_module.ParallelModule.is_too_large", True):
         try:
             train("uneven", "pp_custom:stages=time", 2)
         except ConfigurationError as error:

@@ -1,0 +1,241 @@
+"""Reasons why a mesh of ranks cannot train with these options, or this module: all at once, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import callbacks
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.plan import Plan
+from lightning_parallel.policies import Policies
+from lightning_parallel.ranks.degrees import Degrees, reshard_violations
+from lightning_parallel.strategies.pipeline_refusals import pipelined_module_violations
+from lightning_parallel.strategies.refusals import layer_policy_violations
+from lightning_parallel.techniques.accumulation import accumulation_violations
+from lightning_parallel.techniques.context.attention import ATTENTIONS
+from lightning_parallel.techniques.offload import offload_violations
+from lightning_parallel.techniques.pipeline.schedules import pipeline_violations
+from lightning_parallel.techniques.update_in_backward import update_in_backward_violations
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+_AVERAGING = tuple(
+    getattr(callbacks, name)
+    for name in ("StochasticWeightAveraging", "WeightAveraging")
+    if hasattr(callbacks, name)  # the second since Lightning 2.6
+)
+_POST_ACCUMULATE = "_post_accumulate_grad_hooks"
+
+
+def mesh_violations(
+    given: Degrees, world_size: int, local_world_size: int, policies: Policies, device: torch.device
+) -> list[str]:
+    """Reasons that lie in the degrees and the options, whatever the module is.
+
+    Args:
+        given: The degrees as given, not resolved.
+        world_size: The number of all ranks.
+        local_world_size: The ranks on one machine.
+        policies: The options.
+        device: This rank's device.
+    """
+    try:
+        degrees = given.resolve(world_size, local_world_size)
+        found = _degree_violations(degrees, policies)
+    except ConfigurationError as error:
+        found = list(error.violations)
+    return [
+        *found,
+        *idle_violations(given, policies.given),
+        *offload_violations(policies.offload),
+        *layer_policy_violations(policies.layer, device),
+        *accumulation_violations(policies.accumulation_sync),
+    ]
+
+
+def mesh_module_violations(
+    module: LightningModule, plan: Plan | None, policies: Policies, *, cuts: bool, is_fitting: bool
+) -> list[str]:
+    """Reasons that lie in the module.
+
+    Args:
+        module: The user's module.
+        plan: What would be done to it; ``None`` for one that is parallel already, and was looked at before.
+        policies: The options.
+        cuts: Whether its stack is cut into pipeline stages.
+        is_fitting: Whether it is to be trained.
+    """
+    found: list[str] = []
+    if plan is not None:
+        found += plan.violations
+        found += unshardable_violations(module)
+        found += forward_method_violations(module, policies.forward_methods)
+    if cuts:
+        found += pipelined_module_violations(module)
+    if policies.optimizer_in_backward and is_fitting:
+        found += in_backward_violations(module, offloads_optimizer=policies.offload == "optimizer")
+    return found
+
+
+def _degree_violations(degrees: Degrees, policies: Policies) -> list[str]:
+    assert isinstance(degrees.shard, int)
+    return [
+        *_pipeline_violations(degrees, policies),
+        *reshard_violations(policies.reshard, degrees.shard),
+        *_tensor_violations(degrees, policies),
+        *_context_violations(degrees, policies),
+    ]
+
+
+def _pipeline_violations(degrees: Degrees, policies: Policies) -> list[str]:
+    """Reasons that lie in the schedule, and in options that do not go with a pipeline."""
+    start = f"pipeline={degrees.pipeline}"
+    if not isinstance(degrees.pipeline, int) or degrees.pipeline == 1:
+        return []
+    found = pipeline_violations(policies.pipeline, degrees.pipeline)
+    if policies.offload == "all":
+        found.append(f"{start} with offload='all': stages sum gradients on the device; give offload='optimizer'")
+    if policies.optimizer_in_backward:
+        found.append(
+            f"{start} with optimizer_in_backward=True: a gradient is complete only after the last of several "
+            "microbatches; give one of the two"
+        )
+    if policies.forward_methods:
+        found.append(
+            f"{start} with forward_methods={list(policies.forward_methods)}: outside of a step no rank can run "
+            "all layers; call such methods after fit has returned, where the module is whole"
+        )
+    return found
+
+
+def _tensor_violations(degrees: Degrees, policies: Policies) -> list[str]:
+    """Reasons that lie in what was given beside ``tensor``."""
+    found = []
+    if degrees.tensor != 1:
+        if policies.layer.float8 not in (None, "none"):
+            found.append(f"float8 with tensor={degrees.tensor} is not available in this version; give one of the two")
+        if policies.layer.recompute.startswith("budget"):
+            found.append(
+                f"recompute={policies.layer.recompute!r} with tensor={degrees.tensor}: torch's compiler cannot tell "
+                "how much memory a graph takes that holds process groups; give recompute='full', 'every:2' or "
+                "'selective'"
+            )
+    if policies.sequence and degrees.context != 1:
+        found.append(
+            f"sequence=True with context={degrees.context}: sequences are split over other ranks already; give one of "
+            "the two"
+        )
+    return found
+
+
+def _context_violations(degrees: Degrees, policies: Policies) -> list[str]:
+    """Reasons that lie in what was given beside ``context``."""
+    found = []
+    attention, float8 = policies.context_attention, policies.layer.float8
+    if attention not in ATTENTIONS:
+        found.append(f"context_attention={attention!r} is not known; possible: {', '.join(ATTENTIONS)}")
+    if degrees.context != 1 and str(float8).startswith("tensorwise"):
+        found.append(
+            f"float8={float8!r} scales by the largest number of a tensor, which is another one in a part of it: "
+            f"a layer cannot be compared with itself on the whole; give rowwise, or context=1 in place of "
+            f"{degrees.context}"
+        )
+    return found
+
+
+def idle_violations(given: Degrees, options: Mapping[str, Sequence[str]]) -> list[str]:
+    """Options that belong to a degree which is given as 1, so that they would be ignored.
+
+    A degree that is 1 for want of devices is none: with more of them, the same options have an effect.
+    """
+    return [
+        f"{option} is for {degree} > 1, but {degree}=1; leave it out, or give {degree}=2 or more"
+        for degree, chosen in options.items()
+        if getattr(given, degree) == 1
+        for option in chosen
+    ]
+
+
+def unshardable_violations(module: LightningModule) -> list[str]:
+    """Reasons that lie in what sharding does: other parameter objects stand in the place of the module's own."""
+    found = []
+    hooked = [name for name, p in module.named_parameters() if p._backward_hooks or getattr(p, _POST_ACCUMULATE, None)]
+    if hooked:
+        found.append(
+            f"{len(hooked)} parameters have hooks of their own, which sharding would not run: {', '.join(hooked[:4])}; "
+            "hook modules instead (register_full_backward_hook), or use zero1_custom"
+        )
+    if kept := _kept_elsewhere(module):
+        found.append(
+            f"parameters are kept outside of the modules that own them, where sharding cannot replace them: "
+            f"{', '.join(kept[:4])}; read them from their module in each step, or use zero1_custom"
+        )
+    sparse = [path for path, child in module.named_modules() if getattr(child, "sparse", False) is True]
+    if sparse:
+        found.append(f"sparse gradients cannot be sharded: {', '.join(sparse[:4])}; give sparse=False, or ddp_custom")
+    trainer: Any = module._trainer
+    used = trainer.callbacks if trainer is not None else ()
+    averaging = [type(callback).__name__ for callback in used if isinstance(callback, _AVERAGING)]
+    if averaging:
+        found.append(f"{', '.join(averaging)} copies whole parameters, which sharding cuts; use zero1_custom")
+    return found
+
+
+def _kept_elsewhere(module: nn.Module) -> list[str]:
+    """Containers on a module that hold parameters, at any depth; torch's recurrent layers keep theirs up to date."""
+    parameters = set(module.parameters())
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, child in module.named_modules()
+        if not isinstance(child, nn.RNNBase)
+        for name, value in vars(child).items()
+        if name not in ("_parameters", "_buffers", "_modules") and not isinstance(value, nn.Parameter)
+        if any(isinstance(item, nn.Parameter) and item in parameters for item in tree_leaves(value))
+    ]
+
+
+def forward_method_violations(module: nn.Module, methods: Iterable[str]) -> list[str]:
+    """Reasons that lie in `forward_methods`."""
+    found = []
+    for method in methods:
+        path, _, name = method.rpartition(".")
+        holder = dict(module.named_modules()).get(path)
+        if holder is None or not callable(getattr(holder, name, None)):
+            found.append(
+                f"forward_methods has {method!r}, but {type(module).__name__} has no such method; give dotted paths "
+                "such as 'model.generate'"
+            )
+    return found
+
+
+def in_backward_violations(module: LightningModule, *, offloads_optimizer: bool) -> list[str]:
+    """Reasons that lie in updating parameters while backward still runs."""
+    trainer: Any = module._trainer
+    if trainer is None:
+        return []
+    accumulates = [c for c in trainer.callbacks if isinstance(c, callbacks.GradientAccumulationScheduler)]
+    found = update_in_backward_violations(
+        clips=bool(trainer.gradient_clip_val),
+        scales=str(trainer.precision) == "16-mixed",
+        num_microsteps=max([trainer.accumulate_grad_batches, *(max(c.scheduling.values()) for c in accumulates)]),
+        is_manual=not module.automatic_optimization,
+    )
+    hooks = ("configure_gradient_clipping", "on_before_optimizer_step", "on_after_backward", "optimizer_step")
+    if finding_none := [name for name in hooks if is_overridden(name, module)]:
+        found.append(
+            f"optimizer_in_backward=True has used the gradients up before {', '.join(finding_none)} of "
+            f"{type(module).__name__} is called; leave one of the two out"
+        )
+    if offloads_optimizer:
+        found.append(
+            "optimizer_in_backward=True and offload='optimizer': the state would travel for each parameter; "
+            "give offload='all' or leave one of the two out"
+        )
+    return found

@@ -1,0 +1,156 @@
+"""A module while it is parallel: what was applied to it, its steps, and its pipeline if it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_parallel.checkpoint.full_state import make_optimizer_whole
+from lightning_parallel.parallelize import Parallelized, parallelize, parallelized
+from lightning_parallel.plan import cut_again
+from lightning_parallel.ranks.memory import host_memory
+from lightning_parallel.ranks.mesh import Mesh
+from lightning_parallel.ranks.stage_owners import untag_owners
+from lightning_parallel.steps import PipelinedSteps, Steps
+from lightning_parallel.strategies.optimizers import adopt_optimizers
+from lightning_parallel.strategies.pipeline_refusals import misplaced_violations
+from lightning_parallel.strategies.pipelined_module import PipelinedModule, loss_scale
+from lightning_parallel.strategies.process_group import ProcessGroupStrategy
+from lightning_parallel.techniques.pipeline.placement import Placement
+from lightning_parallel.techniques.pipeline.stage_plan import StepCosts
+from lightning_parallel.techniques.sharding import abandon_step
+
+
+class ParallelModule:
+    """Makes the module of a strategy parallel, or takes over one that an earlier fit left so. A collective.
+
+    Args:
+        strategy: The strategy, once its process group is there.
+        mesh: The ranks.
+    """
+
+    def __init__(self, strategy: ProcessGroupStrategy, mesh: Mesh) -> None:
+        self._strategy, self._module, self._mesh = strategy, strategy.module, mesh
+        self._device, self._num_local_ranks = strategy.root_device, strategy.num_processes
+        self._pipelined: PipelinedModule | None = None
+        self._optimizers: Sequence[Optimizer] = ()
+        left = parallelized(self._module)
+        self.was_left = left is not None
+        self.current: Parallelized = left or self._parallelize()
+        self.steps = self._build_steps()
+
+    def _parallelize(self) -> Parallelized:
+        strategy, module = self._strategy, self._module
+        plan = strategy.plan_for(module)
+        if plan.policies.offload != "none" and self._device.type == "cpu":
+            rank_zero_info("offload: the device is the host, so there is nothing to offload; sharding only")
+        converted = strategy.precision_plugin.convert_module(module)
+        assert converted is module
+        if strategy._layer_sync is not None:
+            strategy._layer_sync.apply(module)
+        return parallelize(module, plan, self._mesh, self._device, strategy._deferral.record)
+
+    def _build_steps(self) -> Steps:
+        return (Steps if self.current.cut is None else PipelinedSteps)(
+            self._module,
+            self.current,
+            device=self._device,
+            ranks_on_device=self._num_local_ranks if self._device.type == "cpu" else 1,
+            tell=rank_zero_info,
+        )
+
+    def attach(self, optimizers: Sequence[Optimizer], handed_out: Sequence[object]) -> None:
+        """Let `optimizers` step as the policies say, and the steps of the module run through its pipeline."""
+        self._optimizers = optimizers
+        self.steps.adopt(optimizers, handed_out)
+        self._attach_pipeline()
+
+    def _attach_pipeline(self, looked_at: set[str] | None = None) -> None:
+        if isinstance(self.steps, PipelinedSteps):
+            self._pipelined = PipelinedModule(
+                self._module,
+                self.current,
+                self.steps,
+                device=self._device,
+                loss_scale=lambda: loss_scale(self._strategy.precision_plugin),
+                place_again=self._cut_again,
+            )
+            self._pipelined.attach(self.current.plan.policies.step_methods, looked_at)
+
+    def _cut_again(self, placement: Placement) -> PipelinedModule:
+        """Cut the module again, by what a trace of a step has shown. A collective."""
+        assert self._pipelined is not None
+        looked_at = self._pipelined.detach()
+        too_large = self.is_too_large
+        self._strategy.refuse(misplaced_violations(self._module, self.current, placement, is_too_large=too_large))
+        self._make_plain(self._optimizers)
+        plan = cut_again(self.current.plan, self._module, placement)
+        self.current = parallelize(self._module, plan, self._mesh, self._device)
+        adopt_optimizers(self._optimizers, self._module, self.current.replaced())
+        _optimizers_to_device(self._optimizers, self._device)
+        self.steps.close()
+        self.steps = self._build_steps()
+        self.steps.adopt(self._optimizers)
+        self._attach_pipeline(looked_at)
+        assert plan.pipeline is not None
+        if placement.costs is not None:
+            _tell_stages(placement.costs, plan.pipeline.stages.counts)
+        return self._pipelined
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether a rank should not hold the whole module."""
+        return _module_bytes(self._module) > self._share_of_host_memory // 4
+
+    @property
+    def _share_of_host_memory(self) -> int:
+        return host_memory() // max(1, self._num_local_ranks)
+
+    def close(self, optimizers: Sequence[Optimizer], *, is_interrupted: bool) -> None:
+        """Make the module and its `optimizers` whole and plain on every rank, if a rank can hold it. A collective.
+
+        After an error other ranks may be gone: a collective would wait for them until it times out. So it stays as it
+        is then, unless there is only one rank.
+        """
+        self.steps.close()
+        if self._pipelined is not None:
+            self._pipelined.detach()
+        if is_interrupted:
+            abandon_step(self._module)
+        if not is_interrupted or self._strategy.world_size == 1:
+            is_plain = self._make_plain(optimizers)
+            if is_plain and self._strategy._layer_sync is not None:
+                self._strategy._layer_sync.revert(self._module)
+
+    def _make_plain(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether the module is plain now: a rank may not be able to hold it."""
+        is_changed = bool(self.current.replaced()) or self.current.cut is not None
+        if is_changed and self.is_too_large:
+            size, share = _module_bytes(self._module), self._share_of_host_memory
+            rank_zero_info(
+                f"the module stays sharded: whole it takes {size / 2**30:.1f} GiB, more than a quarter of a rank's "
+                f"{share / 2**30:.1f} GiB of host memory. full_state_dict(trainer) and checkpoints work as before"
+            )
+            return False
+        own = self.current.undo(self._module)
+        for optimizer in optimizers:
+            make_optimizer_whole(optimizer, own)
+        untag_owners(self._module)  # states were gathered by these tags; the next fit makes its own
+        return True
+
+
+def _module_bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+
+
+def _tell_stages(costs: StepCosts, counts: tuple[int, ...]) -> None:
+    total = sum(costs.layers) + costs.first + costs.last
+    rank_zero_info(
+        f"pipeline stages of {', '.join(map(str, counts))} layers, by measured time: the slowest takes "
+        f"{costs.largest(counts) / total:.0%} of a step, where {1 / len(counts):.0%} is the least. stages="
+        f"{list(counts)} keeps them"
+    )

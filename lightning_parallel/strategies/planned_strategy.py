@@ -1,0 +1,220 @@
+"""Strategies that plan what will be done to a module: refusals, the plan, and Lightning's hooks around a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.plan import Plan, build_plan, module_key
+from lightning_parallel.policies import Policies
+from lightning_parallel.ranks.degrees import Degrees
+from lightning_parallel.steps import StepHooks
+from lightning_parallel.strategies.refusals import module_violations, without_unmovable_module
+from lightning_parallel.techniques.deferred_init.deferral import Deferral
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+_BUILDERS = ("configure_model", "setup")
+"""Hooks in which a module may build what it trains: before them there is nothing to plan."""
+
+
+class PlannedStrategy(ParallelStrategy):
+    """A strategy that plans what will be done to a module, and refuses what cannot be done before it begins.
+
+    Args:
+        policies: The rules, but for what belongs to a module.
+    """
+
+    def __init__(self, policies: Policies) -> None:
+        super().__init__()
+        self.num_nodes = 1
+        self._policies = policies
+        self._planned: tuple[Any, Plan] | None = None
+        self._steps = StepHooks(policies)
+        self._deferral = Deferral(to_meta=self._defers_init, tell=rank_zero_info)
+
+    _defers_init = False
+    """Whether `configure_model` is recorded instead of run, so that no rank holds the whole module."""
+
+    @property
+    def module(self) -> LightningModule:
+        """The user's module; exists once there is one."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def steps(self) -> StepHooks:
+        """The calls around a step."""
+        return self._steps
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this machine."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether parameters are updated before all gradients are there, so that nothing can be done to these."""
+        return self._policies.optimizer_in_backward
+
+    @property
+    def cuts_batches(self) -> bool:
+        """Whether the batch of a rank runs in parts, each of which is averaged over its samples alone."""
+        return self.degrees.pipeline != 1
+
+    # The plan ---------------------------------------------------------------------------------------------------
+
+    @property
+    def degrees(self) -> Degrees:
+        """The resolved degrees; they need the devices, so a Trainer."""
+        return Degrees(replicate=self.num_nodes * self.num_processes or 1, shard=1)
+
+    def policies_for(self, module: LightningModule) -> Policies:
+        """The rules, with what belongs to `module`."""
+        steps = tuple(name for name in STEP_METHODS if is_overridden(name, module))
+        return replace(self._policies, step_methods=steps, backward_in_step=not module.automatic_optimization)
+
+    def plan_for(self, module: LightningModule) -> Plan:
+        """The plan of `module` as it is now: made once, and again only where the module or the rules have changed."""
+        degrees, policies = self.degrees, self.policies_for(module)
+        key = (module_key(module), degrees, policies)
+        if self._planned is None or self._planned[0] != key:
+            self._planned = key, build_plan(module, degrees, policies)
+        return self._planned[1]
+
+    # What is refused, and when ----------------------------------------------------------------------------------
+
+    def set_up_violations(self) -> list[str]:
+        """Reasons that lie in the devices and the rules; known as soon as the Trainer is made."""
+        return []
+
+    def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
+        """Reasons that lie in the module; known before processes start where the module is built by then."""
+        return module_violations(module, is_fitting=is_fitting, record=self._deferral.record)
+
+    def refuse(self, violations: list[str]) -> None:
+        """Raise with all `violations` on rank 0; the other ranks see the same ones and end without repeating them."""
+        if violations:
+            raise ConfigurationError(violations if self.global_rank == 0 else ["refused; rank 0 says why"])
+
+    def check_module(self, module: LightningModule, *, is_built: bool = False) -> None:
+        """Refuse a module that cannot be run; one that hooks have still to build is left for later.
+
+        Args:
+            module: The module.
+            is_built: Whether its hooks have run.
+        """
+        if is_built or not any(is_overridden(name, module) for name in _BUILDERS):
+            is_fitting = module._trainer is None or module.trainer.state.fn == TrainerFn.FITTING
+            self.refuse(self.module_violations(module, is_fitting=is_fitting))
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        self.check_module(model)
+
+    # Lifecycle --------------------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._deferral.attach(self.module)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.check_module(self.module, is_built=True)
+
+    @override
+    def teardown(self) -> None:
+        self.steps.close()
+        self._planned = None
+        self._deferral.detach()
+        with without_unmovable_module(self):
+            super().teardown()
+
+    # Around a step ----------------------------------------------------------------------------------------------
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        self.steps.state_was_loaded()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.steps.begin()
+        output = super().training_step(*args, **kwargs)
+        self.steps.after_forward()
+        return output
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with self.steps.held():
+            yield
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self.steps.before_backward(closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self.steps.after_backward()
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        def closure_then_reduce() -> Any:
+            result = closure()
+            self.steps.before_update()
+            return result
+
+        result = super().optimizer_step(optimizer, closure_then_reduce, model, **kwargs)
+        self.steps.after_update(optimizer)
+        return result
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().validation_step(*args, **kwargs)
+        self.steps.after_evaluation()
+        return result
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().test_step(*args, **kwargs)
+        self.steps.after_evaluation()
+        return result
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().predict_step(*args, **kwargs)
+        self.steps.after_evaluation()
+        if self.steps.lags_behind():
+            super().predict_step(*args, **kwargs)  # the other ranks gather parameters for one batch more
+            self.steps.after_evaluation()
+        return result
+
+    @override
+    def on_validation_start(self) -> None:
+        self.steps.begin()
+
+    @override
+    def on_test_start(self) -> None:
+        self.steps.begin()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.steps.begin_prediction(self.module.trainer.predict_loop.max_batches)

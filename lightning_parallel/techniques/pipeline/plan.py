@@ -1,0 +1,98 @@
+"""The stages of a pipeline, planned before anything is cut: which layers, parameters and ranks belong together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from lightning_parallel.module.layer_stacks import ModuleStructure
+from lightning_parallel.techniques.pipeline.placement import Placement, plan_stages, positions_by_registration
+from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy, stack_length_violations
+from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How the one stack of a module is cut.
+
+    Args:
+        policy: The rules by which it is cut.
+        stages: Which layers are which stage, and which rank has it.
+        placement: Where in a step each parameter is used, and what layers cost, if that is known.
+        numel: For each stage, the number of elements of its parameters.
+    """
+
+    policy: PipelinePolicy
+    stages: StagePlan
+    placement: Placement
+    numel: tuple[int, ...]
+
+    def local(self, structure: ModuleStructure, rank: int) -> ModuleStructure:
+        """The part of `structure` on one rank of the pipeline: a stack for each of its stages.
+
+        Nothing outside of the stack is a unit, because a step is left in the middle.
+        """
+        (stack,) = structure.stacks
+        layers = [self.stages.layers_of(stage) for stage in self.stages.stages_of(rank)]
+        stages = tuple(replace(stack, layers=tuple(stack.layers[i] for i in indices)) for indices in layers)
+        return replace(structure, stacks=stages, large=())
+
+    def absent(self, rank: int) -> frozenset[str]:
+        """Names of the parameters and buffers that a rank of the pipeline does not hold."""
+        positions = self.placement.positions
+        return frozenset(name for name, where in positions.items() if rank not in self.stages.ranks_at(where))
+
+
+def plan_pipeline(
+    module: nn.Module,
+    structure: ModuleStructure,
+    policy: PipelinePolicy,
+    num_ranks: int,
+    placement: Placement | None = None,
+) -> PipelinePlan:
+    """Plan the stages of `module`, which is not changed.
+
+    Args:
+        module: The whole module.
+        structure: What was found in it; it has one stack.
+        policy: The rules.
+        num_ranks: Ranks that share the stack.
+        placement: What a trace of a step has shown; by default, parameters are used where they are registered.
+    """
+    placement = placement or Placement(positions_by_registration(module, structure))
+    stages = plan_stages(module, structure, placement, policy, num_ranks)
+    numel = [0] * stages.num_stages
+    for name, parameter in module.named_parameters():
+        for stage in {stages.stage_at(position) for position in placement.positions[name]}:
+            numel[stage] += parameter.numel()
+    return PipelinePlan(policy, stages, placement, tuple(numel))
+
+
+def cut_violations(module: nn.Module, structure: ModuleStructure, policy: PipelinePolicy, num_ranks: int) -> list[str]:
+    """Reasons why the layers of `module` cannot be cut into stages over `num_ranks` ranks; empty if they can."""
+    if len(structure.stacks) == 1:
+        stack = structure.stacks[0]
+        return stack_length_violations(policy, num_ranks, len(stack.layers), stack.path)
+    paths = ", ".join(stack.path for stack in structure.stacks)
+    return [
+        f"pipeline={num_ranks} cuts one stack of layers, and {type(module).__name__} has {len(structure.stacks)}: "
+        f"{paths}. Name the one to cut with layers=, such as a decoder's: the others stay whole on the stage that "
+        "calls them, and what they return passes from stage to stage; or give pipeline=1"
+    ]
+
+
+def hooked_layers_violations(module: nn.Module, structure: ModuleStructure) -> list[str]:
+    """Forward hooks of the user's on layers of the stack: those of layers on other stages would not run."""
+    hooked = [
+        path
+        for path in structure.layers
+        for hook in module.get_submodule(path)._forward_hooks.values()
+        if not getattr(hook, "__module__", "").startswith("transformers.")  # these collect on demand only
+    ]
+    if not hooked:
+        return []
+    return [
+        f"{hooked[0]} has a forward hook, which under a pipeline only the ranks of its stage would run; take it off, "
+        "or give pipeline=1"
+    ]
