@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
+from lightning_parallel.callbacks.strategy_protocol import cuts_batches, refuse
 from lightning_parallel.checkpoint.full_state import full_state_dict as whole_model
 from lightning_parallel.checkpoint.full_state import whole
 from lightning_parallel.errors import check
@@ -115,9 +116,9 @@ class ExponentialMovingAverage(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if getattr(trainer.strategy, "cuts_batches", False):
+        if cuts_batches(trainer):
             averages = f"{type(self).__name__} under pipeline > 1, where a rank holds some layers only,"
-            getattr(trainer.strategy, "refuse", check)([f"{averages} is not available in this version; leave one out"])
+            refuse(trainer, [f"{averages} is not available in this version; leave one out"])
         self._keeps = trainer.is_global_zero
         self._is_loaded = False
         if self._module is None or self._module() is not pl_module:
@@ -133,7 +134,7 @@ class ExponentialMovingAverage(Callback):
         parameters = _parameters(module)
         found = _mismatches(self._average, parameters)
         if module.strict_loading:
-            getattr(trainer.strategy, "refuse", check)(list(found.values()))
+            refuse(trainer, list(found.values()))
         self._average = {
             name: _in_form_of(parameters[name], average) for name, average in self._average.items() if name not in found
         }

@@ -12,8 +12,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 
-from lightning_parallel.errors import check
-
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
@@ -122,13 +120,3 @@ def size_violations(**sizes: int | None) -> list[str]:
         for name, size in sizes.items()
         if size is not None and size < 1
     ]
-
-
-def refuse(trainer: Trainer, violations: list[str]) -> None:
-    """Raise a ConfigurationError with all `violations`, in words on rank 0 only where the strategy can do that."""
-    getattr(trainer.strategy, "refuse", check)(violations)
-
-
-def updates_in_backward(trainer: Trainer) -> bool:
-    """Whether the strategy updates parameters while backward still runs, before any step of an optimizer."""
-    return bool(getattr(trainer.strategy, "updates_in_backward", False))

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_parallel.callbacks.size_search import largest_fitting
+from lightning_parallel.callbacks.strategy_protocol import cuts_batches, num_local_processes, refuse
 from lightning_parallel.callbacks.trials import TrainingState, drop_loader, isolated, run_steps
 from lightning_parallel.errors import check
 from lightning_parallel.ranks.memory import peak_memory, reset_peak_memory, usable_memory
@@ -137,7 +138,7 @@ class BatchSizeFinder(Callback):
         )
 
     def _refuse(self, trainer: Trainer, violations: list[str]) -> None:
-        getattr(trainer.strategy, "refuse", check)(violations)
+        refuse(trainer, violations)
 
     def _misfit(self, size: int, limit: int) -> list[str]:
         if size:
@@ -231,8 +232,7 @@ class BatchSizeFinder(Callback):
 
 def _memory_limit(trainer: Trainer) -> int:
     """Bytes that this rank may use."""
-    num_processes = getattr(trainer.strategy, "num_processes", 1)
-    return usable_memory(trainer.strategy.root_device, num_processes=num_processes)
+    return usable_memory(trainer.strategy.root_device, num_processes=num_local_processes(trainer))
 
 
 def _peak_since_last_call(device: torch.device) -> int:
@@ -276,7 +276,7 @@ def _use_violations(trainer: Trainer, module: LightningModule, attribute: str) -
             "loaders were passed to fit(), so no attribute changes their batch size; define train_dataloader() in the "
             "module or in a datamodule"
         )
-    if getattr(trainer.strategy, "cuts_batches", False):
+    if cuts_batches(trainer):
         found.append(
             "BatchSizeFinder under pipeline > 1 is not possible: what a rank holds depends on the microbatches, and "
             "the first step may move parameters between stages; give the batch size"

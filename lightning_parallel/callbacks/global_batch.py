@@ -14,10 +14,9 @@ from lightning_parallel.callbacks.batch_geometry import (
     batch_size_of,
     early_loaders,
     num_readers,
-    refuse,
     size_violations,
-    updates_in_backward,
 )
+from lightning_parallel.callbacks.strategy_protocol import refuse, updates_in_backward
 from lightning_parallel.errors import check
 from lightning_parallel.ranks.divisibility import divisors, listed
 

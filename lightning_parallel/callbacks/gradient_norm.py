@@ -10,7 +10,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.callbacks.batch_geometry import refuse, updates_in_backward
+from lightning_parallel.callbacks.strategy_protocol import refuse, updates_in_backward
 from lightning_parallel.errors import check
 from lightning_parallel.techniques.clipping import gradient_norm
 

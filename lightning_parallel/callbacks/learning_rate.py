@@ -19,10 +19,9 @@ from lightning_parallel.callbacks.batch_geometry import (
     Microstep,
     batch_size_of,
     num_readers,
-    refuse,
     size_violations,
-    updates_in_backward,
 )
+from lightning_parallel.callbacks.strategy_protocol import refuse, updates_in_backward
 from lightning_parallel.errors import check
 
 if TYPE_CHECKING:

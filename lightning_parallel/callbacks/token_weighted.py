@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_parallel import _torch
 from lightning_parallel.callbacks.batch_geometry import num_readers
+from lightning_parallel.callbacks.strategy_protocol import cuts_batches, num_replicas, refuse, updates_in_backward
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.techniques.clipping import scale_gradients
 
@@ -76,19 +77,19 @@ class TokenWeighted(Callback):
             )
         if self._log is not None and not pl_module.automatic_optimization:
             found.append(f"TokenWeighted(log={self._log!r}) needs automatic optimization; log in the module")
-        if getattr(trainer.strategy, "updates_in_backward", False):
+        if updates_in_backward(trainer):
             found.append(
                 "TokenWeighted scales the gradients of a whole window, but optimizer_in_backward=True uses each up at "
                 "once; leave one of the two out"
             )
-        if len(getattr(trainer.strategy, "replica_devices", ())) > 1:
+        if num_replicas(trainer) > 1:
             found.append("TokenWeighted under dp_custom needs one device: it averages inside the step; use ddp_custom")
-        if getattr(trainer.strategy, "cuts_batches", False):
+        if cuts_batches(trainer):
             found.append(
                 "TokenWeighted counts the tokens of whole batches, but pipeline > 1 takes the mean over microbatches "
                 "of equal numbers of samples; leave one of the two out"
             )
-        _refuse(trainer, found)
+        refuse(trainer, found)
         self._window = _Window()
 
     @override
@@ -260,11 +261,3 @@ def _as_number(value: Any, device: torch.device) -> Tensor:
     if number.device.type == "cpu" and not 0 <= float(number) < float("inf"):
         raise ConfigurationError([f"TokenWeighted: {float(number)} is no number of tokens; {_HINT}"])
     return number
-
-
-def _refuse(trainer: Trainer, violations: list[str]) -> None:
-    refuse = getattr(trainer.strategy, "refuse", None)
-    if refuse is not None:
-        refuse(violations)
-    elif violations:
-        raise ConfigurationError(violations)

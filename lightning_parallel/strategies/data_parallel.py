@@ -97,8 +97,13 @@ class DataParallelStrategy(PlannedStrategy):
 
     @property
     @override
+    def num_replicas(self) -> int:
+        return len(self.replica_devices)
+
+    @property
+    @override
     def degrees(self) -> Degrees:
-        return Degrees(replicate=len(self.replica_devices), shard=1)
+        return Degrees(replicate=self.num_replicas, shard=1)
 
     @property
     def replica_devices(self) -> list[torch.device]:

@@ -212,7 +212,7 @@ class MeshStrategy(ProcessGroupStrategy):
         self.setup_precision_plugin()
         if is_fitting and self._policies.offload != "all":
             _optimizers_to_device(self.optimizers, self.root_device)
-        self._parallel.attach(self._training_optimizers, self._lightning_optimizers)
+        self._parallel.attach(self.optimizers if self._has_cut_optimizers else [], self._lightning_optimizers)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -227,7 +227,7 @@ class MeshStrategy(ProcessGroupStrategy):
         if self._parallel is not None:
             trainer = self.module._trainer
             is_interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-            self._parallel.close(self._training_optimizers, is_interrupted=is_interrupted)
+            self._parallel.close(is_interrupted=is_interrupted)
         self._parallel = None
         super().teardown()
 

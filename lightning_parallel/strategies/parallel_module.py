@@ -87,7 +87,7 @@ class ParallelModule:
         looked_at = self._pipelined.detach()
         too_large = self.is_too_large
         self._strategy.refuse(misplaced_violations(self._module, self.current, placement, is_too_large=too_large))
-        self._make_plain(self._optimizers)
+        self._make_plain()
         plan = cut_again(self.current.plan, self._module, placement)
         self.current = parallelize(self._module, plan, self._mesh, self._device)
         adopt_optimizers(self._optimizers, self._module, self.current.replaced())
@@ -110,8 +110,8 @@ class ParallelModule:
     def _share_of_host_memory(self) -> int:
         return host_memory() // max(1, self._num_local_ranks)
 
-    def close(self, optimizers: Sequence[Optimizer], *, is_interrupted: bool) -> None:
-        """Make the module and its `optimizers` whole and plain on every rank, if a rank can hold it. A collective.
+    def close(self, *, is_interrupted: bool) -> None:
+        """Make the module and its optimizers whole and plain on every rank, if a rank can hold it. A collective.
 
         After an error other ranks may be gone: a collective would wait for them until it times out. So it stays as it
         is then, unless there is only one rank.
@@ -122,11 +122,11 @@ class ParallelModule:
         if is_interrupted:
             abandon_step(self._module)
         if not is_interrupted or self._strategy.world_size == 1:
-            is_plain = self._make_plain(optimizers)
+            is_plain = self._make_plain()
             if is_plain and self._strategy._layer_sync is not None:
                 self._strategy._layer_sync.revert(self._module)
 
-    def _make_plain(self, optimizers: Sequence[Optimizer]) -> bool:
+    def _make_plain(self) -> bool:
         """Whether the module is plain now: a rank may not be able to hold it."""
         is_changed = bool(self.current.replaced()) or self.current.cut is not None
         if is_changed and self.is_too_large:
@@ -137,7 +137,7 @@ class ParallelModule:
             )
             return False
         own = self.current.undo(self._module)
-        for optimizer in optimizers:
+        for optimizer in self._optimizers:
             make_optimizer_whole(optimizer, own)
         untag_owners(self._module)  # states were gathered by these tags; the next fit makes its own
         return True

@@ -66,6 +66,11 @@ class PlannedStrategy(ParallelStrategy):
         return len(self.parallel_devices or ())
 
     @property
+    def num_replicas(self) -> int:
+        """Copies of the module in this process, over which each batch is split."""
+        return 1
+
+    @property
     def updates_in_backward(self) -> bool:
         """Whether parameters are updated before all gradients are there, so that nothing can be done to these."""
         return self._policies.optimizer_in_backward

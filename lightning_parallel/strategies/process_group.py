@@ -55,11 +55,8 @@ class ProcessGroupStrategy(PlannedStrategy):
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self._dealer: SampleDealer | None = None
         self._streams = RandomStreams()
-
-    _has_cut_optimizers = True
-    """Whether optimizers hold the module's parameters as they are now, not as an earlier fit gave them back."""
-
-    # What is refused, and when ----------------------------------------------------------------------------------
+        # Whether optimizers hold the module's parameters as they are now, not as an earlier fit gave them back.
+        self._has_cut_optimizers = True
 
     @override
     def set_up_violations(self) -> list[str]:
@@ -77,13 +74,6 @@ class ProcessGroupStrategy(PlannedStrategy):
         self.refuse(self.set_up_violations())
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = _CheckingLauncher(self)
-
-    @property
-    def _training_optimizers(self) -> list[Optimizer]:
-        """The optimizers that hold the module's parameters as they are now, not as an earlier fit gave them back."""
-        return self.optimizers if self._has_cut_optimizers else []
-
-    # The process group ------------------------------------------------------------------------------------------
 
     @property
     @override
@@ -132,19 +122,17 @@ class ProcessGroupStrategy(PlannedStrategy):
         self.set_world_ranks()
         self._process_group_backend = self.chosen_backend()
         assert self.cluster_environment is not None
-        device = self.root_device
         _init_dist_connection(
             self.cluster_environment,
             self._process_group_backend,
             timeout=self._timeout,
-            device_id=device if device.type != "cpu" else None,
+            device_id=self.root_device if self._device_type != "cpu" else None,
         )
 
     def chosen_backend(self) -> str:
         """The backend given, or the one that fits the device."""
-        if self._process_group_backend is not None:
-            return self._process_group_backend
-        return _get_default_process_group_backend_for_device(torch.device(self._device_type))
+        default = _get_default_process_group_backend_for_device(torch.device(self._device_type))
+        return self._process_group_backend or default
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -159,8 +147,7 @@ class ProcessGroupStrategy(PlannedStrategy):
 
     @override
     def model_to_device(self) -> None:
-        assert self.model is not None
-        self.model.to(self.root_device)
+        self.module.to(self.root_device)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -177,7 +164,7 @@ class ProcessGroupStrategy(PlannedStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         return _sync_ddp_if_available(tensor, group or self.data_group, reduce_op=reduce_op)
 
@@ -195,7 +182,7 @@ class ProcessGroupStrategy(PlannedStrategy):
         count = int(self.reduce(torch.tensor(int(decision), device=self.root_device), dist.group.WORLD, "sum"))
         return count == self.world_size if all else count > 0
 
-    # Random numbers ---------------------------------------------------------------------------------------------
+    # Random numbers and checkpoints -----------------------------------------------------------------------------
 
     @override
     def on_train_start(self) -> None:
@@ -222,8 +209,6 @@ class ProcessGroupStrategy(PlannedStrategy):
         if self.module.trainer.state.fn == TrainerFn.FITTING:
             self._streams.take_from(checkpoint)
         return checkpoint
-
-    # Checkpoints ------------------------------------------------------------------------------------------------
 
     @property
     @override

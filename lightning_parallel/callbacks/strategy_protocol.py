@@ -1,0 +1,65 @@
+"""What callbacks ask a strategy: answered by those of this package, with an answer for those of Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from lightning_parallel.errors import check
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+@runtime_checkable
+class PlannedSteps(Protocol):
+    """A strategy of this package."""
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether parameters are updated while backward still runs, before any step of an optimizer."""
+
+    @property
+    def cuts_batches(self) -> bool:
+        """Whether the batch of a rank runs in parts, each of which is averaged over its samples alone."""
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this machine."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the module in this process, over which each batch is split."""
+
+    def refuse(self, violations: list[str]) -> None:
+        """Raise with all `violations`, in words on rank 0 only."""
+
+
+def refuse(trainer: Trainer, violations: Sequence[str]) -> None:
+    """Raise a ConfigurationError with all `violations`, in words on rank 0 only where the strategy can do that."""
+    strategy = trainer.strategy
+    strategy.refuse(list(violations)) if isinstance(strategy, PlannedSteps) else check(violations)
+
+
+def updates_in_backward(trainer: Trainer) -> bool:
+    """Whether the strategy updates parameters while backward still runs, before any step of an optimizer."""
+    strategy = trainer.strategy
+    return isinstance(strategy, PlannedSteps) and strategy.updates_in_backward
+
+
+def cuts_batches(trainer: Trainer) -> bool:
+    """Whether the batch of a rank runs in parts, each of which is averaged over its samples alone."""
+    strategy = trainer.strategy
+    return isinstance(strategy, PlannedSteps) and strategy.cuts_batches
+
+
+def num_replicas(trainer: Trainer) -> int:
+    """Copies of the module in this process, over which each batch is split."""
+    strategy = trainer.strategy
+    return strategy.num_replicas if isinstance(strategy, PlannedSteps) else 1
+
+
+def num_local_processes(trainer: Trainer) -> int:
+    """Processes on this machine."""
+    strategy = trainer.strategy
+    return max(1, strategy.num_processes) if isinstance(strategy, PlannedSteps) else 1
