@@ -23,7 +23,12 @@ from lightning_parallel.strategies.step_metrics import StepMetrics
 from lightning_parallel.techniques.pipeline.execution import Execution, Passed, evaluation_actions, training_actions
 from lightning_parallel.techniques.pipeline.gradients import GradientsOfStep
 from lightning_parallel.techniques.pipeline.layer_router import StageExit
-from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch, merge_outputs
+from lightning_parallel.techniques.pipeline.microbatches import (
+    MicrobatchCounts,
+    batch_size_of,
+    cut_batch,
+    merge_outputs,
+)
 from lightning_parallel.techniques.pipeline.placement import Placement, Positions, corrected, trace_positions
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
 from lightning_parallel.techniques.pipeline.stage_plan import StepCosts, balanced
@@ -70,7 +75,7 @@ class PipelinedModule:
         self._rank = self._cut.group.rank()
         self._last_rank = self._cut.plan.stages.rank_of(self._cut.plan.stages.last)
         self._looked_at: set[str] = set()
-        self._usual_size: int | None = None
+        self._counts = MicrobatchCounts(self._cut.plan.policy, self._cut.plan.stages.num_ranks)
         self._num_evaluated = 0
         self._own: dict[str, Any] = {}
         self._microsteps: dict[str, _Microstep] = {}
@@ -98,7 +103,7 @@ class PipelinedModule:
     def run(self, name: str, batch: Any, *args: Any) -> Any:
         """The step `name` on a whole batch. A collective of the pipeline."""
         size = batch_size_of(batch)
-        count = self._count(name, size)
+        count = self._counts.in_training(size) if name == TRAINING else self._counts.in_evaluation(size)
         parts = cut_batch(batch, size, count)
         if (placement := self._better_placement(name, parts[0], args)) is not None:
             return self._place_again(placement).run(name, batch, *args)
@@ -111,15 +116,6 @@ class PipelinedModule:
             self._num_evaluated += 1
             seed = seed_of_part(_next_seed(), self._num_evaluated << 20)
             return self._evaluate(name, parts, args, seed, size // count)
-
-    def _count(self, name: str, size: int) -> int:
-        policy, num_ranks = self._cut.plan.policy, self._cut.plan.stages.num_ranks
-        if name != TRAINING:
-            return policy.any_microbatches(size, num_ranks)
-        self._usual_size = max(self._usual_size or 0, size)
-        if size < self._usual_size:  # the rest of an epoch: idling once is better than an error
-            return policy.any_microbatches(size, num_ranks)
-        return policy.training_microbatches(size, num_ranks)
 
     # Both kinds of steps ----------------------------------------------------------------------------------------
 
@@ -179,7 +175,7 @@ class PipelinedModule:
             host_group=self._cut.host_group,
             device=self._device,
             forward=forward,
-            num_passed=functools.partial(self._cut.router.num_passed, name),
+            num_passed=functools.partial(self._cut.router.side_inputs.num_passed, name),
             before_backward=self._steps.before_microbatch_backward,
         )
 
@@ -202,12 +198,12 @@ class PipelinedModule:
         if name not in self._looked_at:
             self._looked_at.add(name)
             if (positions := self._misplaced(name, part, args)) is not None:
-                return Placement(positions, self._cut.plan.placement.costs, self._cut.router.beside)
+                return Placement(positions, self._cut.plan.placement.costs, self._cut.router.side_inputs.by_step)
         if name == TRAINING and self._cut.plan.policy.stages == "time" and _TIMES not in self._looked_at:
             self._looked_at.add(_TIMES)
             costs, plan = self._measured(part, args), self._cut.plan.stages
             if is_worth_moving(costs, plan.counts, balanced(costs, plan.num_stages)):
-                return Placement(self._cut.plan.placement.positions, costs, self._cut.router.beside)
+                return Placement(self._cut.plan.placement.positions, costs, self._cut.router.side_inputs.by_step)
         return None
 
     def _misplaced(self, name: str, part: Any, args: Any) -> Positions | None:

@@ -30,16 +30,11 @@ from lightning_parallel.module.placeholders import (
     placeholders_in_place,
 )
 from lightning_parallel.ranks.random_streams import drawing_from, seed_of_part
-from lightning_parallel.techniques.pipeline.execution import MOST_DIMS, PASSED_DTYPES
 from lightning_parallel.techniques.pipeline.shape_inference import InferredShapes
+from lightning_parallel.techniques.pipeline.side_inputs import Beside, SideInputs
 from lightning_parallel.techniques.pipeline.stage_plan import BEFORE_THE_STACK, StagePlan
 from lightning_parallel.techniques.pipeline.substitution import Substitutes, SubstitutionMode
 from lightning_parallel.techniques.pipeline.timing import StepClock
-
-Beside = dict[str, dict[int, tuple[int, ...]]]
-"""Name of a step -> layer -> which of the tensors that it is given were computed with parameters, by place."""
-_OUTSIDE = -1
-"""In the place of a layer: whether operations outside of layers take what was received."""
 
 
 class StageExit(BaseException):
@@ -65,8 +60,7 @@ class LayerRouter:
 
     def __init__(self, plan: StagePlan, paths: Sequence[str], beside: Beside | None = None) -> None:
         self.plan = plan
-        self.beside: Beside = dict(beside or {})
-        """What passes beside hidden states."""
+        self.side_inputs = SideInputs(plan, paths, beside)
         self.position = BEFORE_THE_STACK
         self._paths = paths
         self._stage: int | None = None
@@ -95,7 +89,7 @@ class LayerRouter:
         self._watch = Watch(lambda: self.plan.stage_at(self.position), touch, self._refuse)
         self._inferred.forget()
         try:
-            self.beside[step] = {}
+            self.side_inputs.by_step[step] = {}
             with placeholders_in_place(module, self._watch), self.open(step, None):
                 yield
         finally:
@@ -122,7 +116,7 @@ class LayerRouter:
         """
         self._step, self._stage, self._received, self._seed, self._clock = step, stage, received, seed, clock
         self.position, self._is_open = BEFORE_THE_STACK, True
-        passes_more = stage is None or any(self.beside.get(step, {}).values())
+        passes_more = stage is None or self.side_inputs.has_any(step)
         self._mode = SubstitutionMode(self._substitute_outside) if passes_more else None
         try:
             with self._mode or contextlib.nullcontext():
@@ -135,10 +129,6 @@ class LayerRouter:
     def is_in_layer(self) -> bool:
         """Whether a layer is run on ghosts just now."""
         return self._inferred.is_running
-
-    def num_passed(self, step: str, stage: int) -> int:
-        """How many tensors `stage` receives in a step."""
-        return 1 + len(self.beside.get(step, {}).get(self.plan.layers_of(stage).start, ()))
 
     def has(self, name: str) -> bool:
         """Whether a parameter is one of a layer."""
@@ -190,30 +180,16 @@ class LayerRouter:
     def _look_beside(self, index: int, args: Any, kwargs: Any) -> Any:
         """Note which arguments of a layer were computed with parameters: these have to pass, too, where it is first."""
         hidden, stage = hidden_in(args, kwargs), self.plan.stage_at(index)
-        leaves = tree_leaves((args, kwargs))
-        places = [
-            p for p, leaf in enumerate(leaves) if leaf is not hidden and is_placeholder(leaf) and leaf.stage is not None
-        ]
-        self.beside[self._step][index] = tuple(places)
+        beside = self.side_inputs.note(self._step, index, hidden, args, kwargs)
         if index == self.plan.layers_of(stage).start:
             # From here on it counts as what this stage has received.
-            for placeholder in (leaves[place] for place in places if stage):
-                self._check_beside(index, stage, placeholder)
-            for placeholder in (self._check_hidden(index, hidden), *(leaves[place] for place in places)):
+            for placeholder in beside if stage else ():
+                if self._substitutes.replace(placeholder).stage != stage - 1:  # a stage between would have to know it
+                    self._refuse(placeholder)
+                self.side_inputs.check_kind(index, placeholder)
+            for placeholder in (self._check_hidden(index, hidden), *beside):
                 self._substitutes.put(placeholder, placeholder_like(placeholder, watch=self._watch, stage=stage))
         return self._substitutes.replace((args, kwargs))
-
-    def _check_beside(self, index: int, stage: int, placeholder: Any) -> None:
-        if self._substitutes.replace(placeholder).stage != stage - 1:  # a stage between would have to know of it
-            self._refuse(placeholder)
-        if placeholder.dtype not in PASSED_DTYPES or placeholder.ndim > MOST_DIMS:
-            raise ConfigurationError(
-                [
-                    f"{self._paths[index]} is given a tensor of {placeholder.dtype} with {placeholder.ndim} dimensions "
-                    f"that another pipeline stage computes; {', '.join(map(str, PASSED_DTYPES))} of at most "
-                    f"{MOST_DIMS} dimensions pass. Give another, or pipeline=1"
-                ]
-            )
 
     def _take(self, index: int, received: tuple[Tensor, ...], args: Any, kwargs: Any) -> Any:
         """The arguments of the first layer of a stage, of what it has received."""
@@ -225,20 +201,7 @@ class LayerRouter:
         return with_hidden(hidden, args, kwargs)
 
     def _beside(self, index: int, args: Any, kwargs: Any) -> list[Tensor]:
-        """What passes beside hidden states where layer `index` is called."""
-        leaves = tree_leaves((args, kwargs))
-        places = self.beside.get(self._step, {}).get(index, ())
-        found = [
-            leaf for leaf in (leaves[place] for place in places if place < len(leaves)) if isinstance(leaf, Tensor)
-        ]
-        if len(found) != len(places):
-            raise ConfigurationError(
-                [
-                    f"{self._paths[index]} is given other arguments than in the first step, which has shown what "
-                    "passes from stage to stage; give the same in each step, or pipeline=1"
-                ]
-            )
-        return found
+        return self.side_inputs.find(self._step, index, args, kwargs)
 
     def _substitute_outside(self, values: Any) -> Any:
         """The same for operations outside of layers; a trace notes whether there are any."""
@@ -246,7 +209,7 @@ class LayerRouter:
         if self._watch is not None and not self.is_in_layer:
             pairs = zip(tree_leaves(values), tree_leaves(found), strict=True)
             if any(before is not after for before, after in pairs):
-                self.beside[self._step][_OUTSIDE] = (0,)
+                self.side_inputs.note_outside(self._step)
         return found
 
     def _hand_on(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -11,6 +11,35 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
+
+
+class MicrobatchCounts:
+    """The number of microbatches into which each batch is cut.
+
+    Args:
+        policy: The rules.
+        num_ranks: Ranks that share the stack.
+    """
+
+    def __init__(self, policy: PipelinePolicy, num_ranks: int) -> None:
+        self._policy, self._num_ranks = policy, num_ranks
+        self._usual_size = 0
+
+    def in_training(self, size: int) -> int:
+        """Of a training batch; a smaller one than usual is the rest of an epoch, where idling is better than an error.
+
+        Raises:
+            ConfigurationError: If it cannot be cut as given, or into too few parts.
+        """
+        self._usual_size = max(self._usual_size, size)
+        if size < self._usual_size:
+            return self._policy.any_microbatches(size, self._num_ranks)
+        return self._policy.training_microbatches(size, self._num_ranks)
+
+    def in_evaluation(self, size: int) -> int:
+        """Of a batch without backward."""
+        return self._policy.any_microbatches(size, self._num_ranks)
 
 
 def batch_size_of(batch: Any) -> int:

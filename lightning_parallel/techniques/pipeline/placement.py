@@ -21,9 +21,10 @@ from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.layer_stacks import ModuleStructure
 from lightning_parallel.module.placeholders import PlaceholderReadError, placeholder_parameter
 from lightning_parallel.ranks.stage_owners import StageOwners
-from lightning_parallel.techniques.pipeline.layer_router import Beside, LayerRouter, StageExit
+from lightning_parallel.techniques.pipeline.layer_router import LayerRouter, StageExit
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
+from lightning_parallel.techniques.pipeline.side_inputs import Beside
 from lightning_parallel.techniques.pipeline.stage_plan import BEFORE_THE_STACK, StagePlan, StepCosts, balanced
 
 Positions = dict[str, frozenset[int]]
