@@ -19,15 +19,7 @@ MOST_ROOT_FILES = 10
 MOST_LINES = {"file": 350, "class": 200, "function": 50}
 TOO_LARGE = {
     "callbacks/averaging.py: class ExponentialMovingAverage",
-    "parallelize.py: function parallelize",
-    "strategies/ddp.py: class DDPStrategy",
-    "strategies/mesh.py: class MeshStrategy",
-    "strategies/mesh.py: file",
-    "strategies/mesh.py: function __init__",
-    "strategies/pipelined_module.py: class PipelinedModule",
-    "strategies/process_group.py: class ProcessGroupStrategy",
     "techniques/context/layers.py: class _Part",
-    "techniques/pipeline/layer_router.py: class LayerRouter",
     "techniques/tensor/attention.py: function attend_multihead",
 }
 """What is over its budget today; a line goes when its code is within it."""

@@ -24,8 +24,8 @@ from lightning_parallel.plan import Plan, build_plan
 from lightning_parallel.policies import LayerPolicies, Policies
 from lightning_parallel.strategies import planned_strategy
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
-from tests.cases import CASES, Block, loader_of
 from tests.collectives import Collectives
+from tests.models.cases import CASES, Block, loader_of
 from tests.parity import make_trainer
 
 NAMES = {
@@ -238,5 +238,3 @@ def test_exchanges_of_sequences_are_those_that_were_announced(ranks: Any) -> Non
         assert any("an attention is four all-to-alls forward, four backward" in line for line in lines)
         exchanges = sum(count for (kind, _), count in done.sends.items() if "alltoall" in kind or "all_to_all" in kind)
         assert exchanges == 3 * 8
-
-
