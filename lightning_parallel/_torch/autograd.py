@@ -14,10 +14,15 @@ from torch import Tensor
 def after_backward(tensor: Tensor, action: Any) -> None:
     """Run `action` once at the end of the backward pass that goes through `tensor`.
 
-    The autograd engine's `queue_callback`, since 1.0; what DDP and FSDP themselves use, no public spelling.
+    The autograd engine's `queue_callback`, since 1.0; DDP and FSDP use it themselves, there is no public spelling.
+
+    Args:
+        tensor: A tensor that requires a gradient.
+        action: Called without arguments.
     """
     from torch.autograd import Variable
 
+    # The engine takes callbacks only while a backward runs, so a hook inside that backward has to register it.
     def queue(gradient: Tensor) -> None:
         Variable._execution_engine.queue_callback(action)
 
@@ -26,10 +31,14 @@ def after_backward(tensor: Tensor, action: Any) -> None:
 
 @contextlib.contextmanager
 def checkpoints_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """In here, what `torch.utils.checkpoint.checkpoint` is to run, now and again in backward, is ``wrap(function)``.
+    """Inside this context, `torch.utils.checkpoint.checkpoint` runs ``wrap(function)``, in forward and in backward.
 
-    `CheckpointFunction`, since 1.0, and `_checkpoint_without_reentrant_generator`, since 2.1, or what ends in `_impl`,
-    since 2.14, which `checkpoint` looks up in its module; the function itself may have been imported anywhere.
+    The names that `checkpoint` looks up in its module are replaced, because `checkpoint` itself may have been imported
+    under any name: `CheckpointFunction`, since 1.0, and `_checkpoint_without_reentrant_generator`, since 2.1 (with
+    `_impl` at its end since 2.14).
+
+    Args:
+        wrap: From the function to be checkpointed to the one that is run.
     """
     from torch.utils import checkpoint as module
 
@@ -54,7 +63,7 @@ def checkpoints_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 def is_in_backward() -> bool:
-    """Whether this runs in a backward, such as what is computed again.
+    """Whether this runs inside a backward pass, as recomputed activations do.
 
     `torch._C._current_graph_task_id`, since 2.1; no public spelling.
     """

@@ -15,28 +15,29 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 _WIDENS_APART = not isinstance(vars(FSDPParam).get("unsharded_accumulated_grad"), property)
-"""Whether gradients that wait are widened into a tensor of their own, `FSDPParam.unsharded_accumulated_grad`.
+"""Whether unreduced gradients are summed, in the reduce dtype, in a tensor of their own.
 
-Since 2.15 the gathered parameter's own `grad` has the dtype of reducing, and keeps the sum of a window; the old name
-reads it. `FSDPParam`, since 2.4, and here since 2.6; no public spelling.
+That tensor is `FSDPParam.unsharded_accumulated_grad`. Since 2.15 the gathered parameter's own `grad` has the reduce
+dtype and keeps the sum, and the old name only reads it. `FSDPParam`, since 2.4, in this place since 2.6; no public
+spelling.
 """
 
 
 def initialize_sharding(root: nn.Module) -> None:
-    """Make `root` the root of the sharded units below it, now and not in the first forward.
+    """Make `root` the root of the sharded units below it, now instead of in the first forward.
 
-    Whichever unit runs first becomes a root otherwise, and a layer that a hook calls before the first step would be
-    it. `FSDPState._lazy_init`, since 2.4; no public spelling.
+    Otherwise the unit that runs first becomes the root, even if it is a layer that a hook calls before the first step.
+    `FSDPState._lazy_init`, since 2.4; no public spelling.
     """
     assert isinstance(root, FSDPModule)
     root._get_fsdp_state()._lazy_init()
 
 
 def drop_forward_hooks(unit: nn.Module) -> None:
-    """Take off the hooks with which `unit` gathers its parameters around `forward`.
+    """Remove the hooks with which `unit` gathers its parameters around `forward`.
 
-    Where a method around `forward` gathers them already (`gather_around`), the hooks of the inner call would free
-    them, and backward would gather them once more. `FSDPState._pre_forward_hook_handle`, since 2.4.
+    Where a method around `forward` has gathered the parameters already (`gather_around`), the hooks of the inner call
+    would free them too early, and backward would gather them again. `FSDPState._pre_forward_hook_handle`, since 2.4.
     """
     assert isinstance(unit, FSDPModule)
     state = unit._get_fsdp_state()
@@ -45,7 +46,7 @@ def drop_forward_hooks(unit: nn.Module) -> None:
 
 
 def abandon_step(unit: nn.Module) -> None:
-    """Bring a unit whose step ended in an error back to its shards, without gradients that were not reduced yet.
+    """Bring a unit whose step ended in an error back to its shards, and drop its unreduced gradients.
 
     `FSDPModule.reset_iter_state` (public) does so since 2.13, but only from a root; `FSDPState._training_state`, since
     2.4, serves all versions and units.
@@ -58,9 +59,13 @@ def abandon_step(unit: nn.Module) -> None:
 
 
 def drop_held_gradients(unit: nn.Module, parameters: Collection[Tensor]) -> None:
-    """Forget the gradients of `parameters`, as shards, that `unit` holds unreduced, or reduced but not averaged yet.
+    """Drop gradients that `unit` holds unreduced, or reduced but not yet averaged over copies (HSDP).
 
     `FSDPParam._unsharded_param` and `FSDPParamGroup._partial_reduce_output`, since 2.4.
+
+    Args:
+        unit: A sharded unit.
+        parameters: Shards of the parameters whose gradients are dropped.
     """
     assert isinstance(unit, FSDPModule)
     for group in _parameter_groups(unit):
@@ -68,6 +73,7 @@ def drop_held_gradients(unit: nn.Module, parameters: Collection[Tensor]) -> None
 
 
 def _drop_held(group: Any, parameters: Sequence[Any]) -> None:
+    # One buffer holds the reduced gradients of the whole group, so it can only be dropped for all of them.
     if len(parameters) == len(group.fsdp_params):
         group._partial_reduce_output = None
     for parameter in parameters:
@@ -78,7 +84,7 @@ def _drop_held(group: Any, parameters: Sequence[Any]) -> None:
 
 
 def _waiting_gradient(parameter: Any) -> Tensor | None:
-    """The sum of whole gradients of an `FSDPParam` that is not reduced yet."""
+    """Return the unreduced sum of the whole gradients of an `FSDPParam`, if there is any."""
     apart = parameter.unsharded_accumulated_grad if _WIDENS_APART else None
     if apart is None and hasattr(parameter, "_unsharded_param"):
         apart = parameter._unsharded_param.grad
@@ -86,7 +92,7 @@ def _waiting_gradient(parameter: Any) -> Tensor | None:
 
 
 def can_hold_gradients(unit: nn.Module) -> bool:
-    """Whether torch can hold gradients of `unit`: before 2.15, one that widens them has to have run before.
+    """Whether torch can hold gradients of `unit` unreduced: before 2.15, a unit that widens them must have run once.
 
     `FSDPParam.reduce_dtype` and `_unsharded_param`, since 2.4.
     """
@@ -111,10 +117,10 @@ def holds_gradients(unit: nn.Module) -> bool:
 
 
 def even_out_held_gradients(unit: nn.Module) -> None:
-    """Let all gradients that `unit` holds wait in one dtype, zeros for parameters that were not used so far.
+    """Give all gradients that `unit` holds unreduced one dtype, with zeros for parameters that were not used so far.
 
-    Gradients that wait are widened to the dtype of reducing, and `foreach_reduce` takes no others beside them, such as
-    those of a parameter that only the last microstep uses. `FSDPParam.unsharded_accumulated_grad`, since 2.4; since
+    Held gradients are widened to the reduce dtype, and `foreach_reduce` takes one dtype only: a parameter that only
+    the last microstep uses would add one of another dtype. `FSDPParam.unsharded_accumulated_grad`, since 2.4; since
     2.15 gradients of several dtypes are reduced together, and there is nothing to do.
     """
     assert isinstance(unit, FSDPModule)
@@ -130,22 +136,25 @@ def even_out_held_gradients(unit: nn.Module) -> None:
 def reduce_held_gradients(unit: nn.Module) -> None:
     """Reduce the gradients that `unit` holds unreduced, outside of any backward. A collective.
 
-    What `FSDPParamGroup.post_backward` does in a backward, since 2.4. There is no public call: that of 2.15,
-    `FSDPModule.finalize_backward`, is for a root that never reduces in a backward, and for no averaging over copies.
+    `FSDPParamGroup.post_backward`, since 2.4, does this within a backward. No public call serves here: the one of 2.15,
+    `FSDPModule.finalize_backward`, expects a root that never reduces in a backward, and no averaging over copies.
     """
     assert isinstance(unit, FSDPModule)
     for group in _parameter_groups(unit):
         for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):  # as it was gathered last: the user may have frozen it for that
+            # The gathered form remembers whether the parameter was trainable when it was last gathered; the user may
+            # have frozen or thawed it since.
+            if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.requires_grad_(parameter.sharded_param.requires_grad)
         group.post_backward()
-        group._wait_for_post_backward()  # since 2.15, `finalize_backward` leaves that to the unit's root
+        # Since 2.15, `finalize_backward` leaves waiting to the unit's root, which does not run here.
+        group._wait_for_post_backward()
         group.finalize_backward()
     _make_idle(unit)
 
 
 def whole_gradient_bytes(unit: nn.Module) -> int:
-    """Bytes of the gradients of `unit` before they are reduced, in the dtype in which they wait.
+    """Bytes of the whole gradients of `unit` before they are reduced, in the dtype in which they are held.
 
     `FSDPParam.reduce_dtype` and `_orig_size`, since 2.4; `unsharded_grad_dtype`, since 2.15.
     """
@@ -186,10 +195,16 @@ def forget_sharding(module: nn.Module) -> None:
 
 
 def gather_around(holder: Any, method: str, unit: nn.Module) -> None:
-    """While ``holder.method`` runs, the parameters of `unit` are gathered.
+    """Gather the parameters of `unit` while ``holder.method`` runs.
 
-    `register_fsdp_forward_method` (public) does this for a method that nobody calls from within `forward`; ours may
-    be: a nested call must not free the parameters under its caller. `FSDPState._pre_forward`, since 2.4.
+    `register_fsdp_forward_method` (public) does this for methods that are never called from within `forward`. These
+    may be, and a nested call must not free the parameters that its caller still needs. `FSDPState._pre_forward`, since
+    2.4.
+
+    Args:
+        holder: The object whose method is replaced.
+        method: The method's name.
+        unit: The sharded unit.
     """
     assert isinstance(unit, FSDPModule)
     original = getattr(holder, method)
@@ -198,6 +213,7 @@ def gather_around(holder: Any, method: str, unit: nn.Module) -> None:
 
     @functools.wraps(original)
     def gathered(*args: Any, **kwargs: Any) -> Any:
+        # Gathered by a caller already, who will free the parameters.
         if state._training_state != idle:
             return original(*args, **kwargs)
         args, kwargs = state._pre_forward(unit, args, kwargs)
@@ -216,14 +232,16 @@ def gather_around(holder: Any, method: str, unit: nn.Module) -> None:
 
 
 CAN_REDUCE_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""Whether ranks can differ in what they use of a unit: since 2.13."""
+"""Whether ranks may use different parameters of a unit in a step: since 2.13."""
 
 
 def reduce_unused_parameters(unit: nn.Module) -> bool:
     """Let ranks that did not use a parameter of `unit` in a step take part in its reduction, with zeros.
 
-    `FSDPModule.set_reduce_scatter_unused_params`, since 2.13; before, such a step hangs and there is nothing to set.
-    Returns whether there is.
+    `FSDPModule.set_reduce_scatter_unused_params`, since 2.13; before, such a step hangs and nothing can be set.
+
+    Returns:
+        Whether `unit` is sharded and this torch has the setting.
     """
     if not isinstance(unit, FSDPModule) or not CAN_REDUCE_UNUSED:
         return False
@@ -245,12 +263,13 @@ def gathered_parameters(unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
 
 @contextlib.contextmanager
 def data_of_shards_set() -> Iterator[None]:
-    """In here, ``parameter.data = values`` changes the values of a DTensor, as it does those of a plain tensor.
+    """Inside this context, ``parameter.data = values`` changes the values of a DTensor, as it does for a plain tensor.
 
-    Torch sets what is around the local tensor only, in all versions of the window, and says nothing: a teacher that is
-    an average of weights would stand still. `DTensor.data` is inherited from `Tensor`; there is nothing public to set.
+    In all supported versions, torch replaces the data of the outer tensor, not of the local one, without an error: a
+    teacher that averages weights in this way would never change. `DTensor.data` is inherited from `Tensor`; there is
+    no public setter.
     """
-    if "data" in vars(DTensor):  # already so
+    if "data" in vars(DTensor):  # replaced already, by an outer context
         yield
         return
     plain: Any = vars(torch._C.TensorBase)["data"]
@@ -271,15 +290,16 @@ def data_of_shards_set() -> Iterator[None]:
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of a module's class as its author wrote it: `fully_shard` puts "FSDP" in front, since 2.4."""
+    """Return the class name of a module as its author wrote it: `fully_shard` puts "FSDP" in front, since 2.4."""
     return type(module).__name__.removeprefix("FSDP") if isinstance(module, FSDPModule) else type(module).__name__
 
 
 @contextlib.contextmanager
 def unscaling_shards(scaler: torch.amp.GradScaler) -> Iterator[None]:
-    """While this is open, `scaler` unscales sharded and whole gradients together, and the ranks agree on the outcome.
+    """Inside this context, `scaler` unscales sharded and whole gradients together, and all ranks skip the same steps.
 
-    Its own `_unscale_grads_`, since 1.6, gives both kinds to one operation, which takes no mixture.
+    The scaler's own `_unscale_grads_`, since 1.6, passes both kinds to one operation, which takes no mixture of tensors
+    and DTensors.
     """
 
     def unscale(optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:
@@ -293,6 +313,7 @@ def unscaling_shards(scaler: torch.amp.GradScaler) -> Iterator[None]:
         for (device, _), gradients in by_kind.items():
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found[device], inv_scale.to(device))
         agreed = torch.stack([each.to(found_inf.device) for each in found.values()]).amax(0) if found else found_inf
+        # An overflow on one rank has to skip the step on all of them, else their parameters would drift apart.
         if dist.is_initialized():
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         return {device: agreed.to(device) for device in found} or {found_inf.device: agreed}

@@ -14,15 +14,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def flattened(mesh: DeviceMesh, name: str, *, backend: str | None = None) -> DeviceMesh:
-    """A mesh of one axis `name` in place of all axes of `mesh`; with `backend`, always in a group of its own.
+    """Flatten all axes of `mesh` into one.
 
     `DeviceMesh._flatten`, since 2.4; waits for a public spelling.
+
+    Args:
+        mesh: Any mesh.
+        name: The name of the new axis.
+        backend: The backend of a new group; without it, torch may reuse a group of the same ranks.
+
+    Returns:
+        A mesh of the single axis `name`.
     """
     return mesh._flatten(name, backend)
 
 
 def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """A mesh of the axes of several meshes of the same ranks, of which some may be flattened.
+    """Build a mesh from the axes of several meshes over the same ranks, some of which may be flattened.
 
     `DeviceMesh._concatenate`, since 2.10; waits for a public spelling.
     """
@@ -31,14 +39,16 @@ def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 @contextlib.contextmanager
 def gloo_of_one_thread() -> Iterator[None]:
-    """In here, groups that are made for gloo have one thread each, where torch gives them two.
+    """Inside this context, new gloo groups have one thread each, where torch gives them two.
 
-    Either thread writes the name of the collective that it has finished into one string of the group, under no lock.
-    Names of more than 15 characters, such as that of the gathers of DTensors, are on the heap, and two writes at once
-    break it: the process ends some time later, anywhere. So in 2.11, 2.13 and 2.14; `tests/stress_gloo.py` shows it.
-    Not for the group of the process, in which DDP runs: the names of its collectives are short, and its PowerSGD waits
-    for one collective in the thread that has ended another, which one thread alone would do for ever.
-    `ProcessGroupGloo._Options`, in all versions of the window; waits for a lock there, or for `pg_options` of gloo.
+    Both threads write the name of the collective that they have finished into one string of the group, without a lock.
+    Names of more than 15 characters, such as that of the gathers of DTensors, are on the heap, and two simultaneous
+    writes corrupt it: the process crashes some time later, in unrelated code. Seen in 2.11, 2.13 and 2.14;
+    `tests/stress_gloo.py` shows it.
+
+    Not for the default process group, in which DDP runs: the names of its collectives are short, and PowerSGD waits
+    for one collective in the thread that has finished another, which would deadlock with a single thread.
+    `ProcessGroupGloo._Options`, in all supported versions; waits for a lock in torch, or for `pg_options` of gloo.
     """
     if not dist.is_gloo_available():
         yield
@@ -67,19 +77,29 @@ def gloo_of_one_thread() -> Iterator[None]:
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
-    """Let collectives of `group` wait so long for a missing rank: groups of a mesh cannot be made with a timeout.
+    """Set how long collectives of `group` wait for a missing rank: groups of a mesh cannot be made with a timeout.
 
     `torch.distributed.set_timeout` (public) since 2.15, where `distributed_c10d._set_pg_timeout`, since 2.2, warns;
     waits for a `timeout` of `init_device_mesh`.
+
+    Args:
+        group: The process group.
+        timeout: The longest wait.
     """
     set_of_torch = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_of_torch(timeout, group)
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], *, source: int, group: Any = None, bucket_bytes: int = 2**26) -> None:
-    """Broadcast many tensors from rank `source` of `group`, by default of all ranks, a bucket a collective.
+    """Broadcast many tensors in place, one collective for each bucket.
 
-    `torch.distributed._broadcast_coalesced`, since 1.0; what DDP itself uses, no public spelling.
+    `torch.distributed._broadcast_coalesced`, since 1.0; DDP uses it itself, there is no public spelling.
+
+    Args:
+        tensors: Of the same shapes and dtypes, in the same order, on every rank.
+        source: The rank in `group` whose values all get.
+        group: The ranks that take part, by default all.
+        bucket_bytes: The size of a bucket, in bytes.
     """
     if tensors:
         group = group or dist.distributed_c10d._get_default_group()
@@ -87,9 +107,14 @@ def broadcast_tensors(tensors: Sequence[Tensor], *, source: int, group: Any = No
 
 
 def reduce_scatter(part: Tensor, whole: Tensor, group: Any) -> None:
-    """Add up `whole` over the ranks, and put this rank's equal part along the first dimension into `part`.
+    """Sum `whole` over the ranks, and write this rank's part of the sum into `part`. A collective.
 
     `torch.distributed.reduce_scatter_single`, since 2.13, where `reduce_scatter_tensor` warns.
+
+    Args:
+        part: `[size / ranks, ...]`, written in place.
+        whole: `[size, ...]`.
+        group: The ranks.
     """
     collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     collective(part, whole, group=group)

@@ -1,4 +1,4 @@
-"""Modes of functions and dispatch, and the compiler: private or version-dependent names of torch."""
+"""Function modes, dispatch modes and the compiler: private or version-dependent names of torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextlib.contextmanager
 def outside_of(mode: Any) -> Iterator[None]:
-    """In here, `mode` is not entered, if it was the last one to be: compilers would trace it."""
+    """Inside this context, `mode` is off if it was entered last: compilers would trace it otherwise."""
     if mode is None or torch.overrides._get_current_function_mode() is not mode:
         yield
         return
@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def not_compiled(function: Function) -> Function:
-    """Leave `function` out of graphs: the compiler cannot see through collectives with a backward of their own.
+    """Keep `function` out of graphs: the compiler cannot trace collectives that have their own backward.
 
     `torch.compiler.disable`, since 2.1; public, and here because it has no annotations.
     """
@@ -31,19 +31,19 @@ def not_compiled(function: Function) -> Function:
 
 
 def part_of_graphs_only(function: Function) -> Function:
-    """Compile `function` where a graph runs into it, and never for itself.
+    """Compile `function` as part of a graph that calls it, never on its own.
 
-    For `__torch_function__` of a mode: where a layer under it is left uncompiled, perhaps because another strategy has
-    had it compiled before, torch 2.13 compiles the mode's own function for each operation, and gets it wrong: a product
-    is handed the shape of its operand. `tests/strategies/test_user_code.py` shows it.
-    `torch._dynamo.eval_frame.skip_code`, since 2.1; `torch.compiler.disable` would end a graph at every operation.
+    For `__torch_function__` of a mode: where a layer under it is not compiled, for example because another strategy
+    has compiled it before, torch 2.13 compiles the mode's own function for each operation, and wrongly: a product gets
+    the shape of its operand. `tests/strategies/test_user_code.py` shows it.
+    `torch._dynamo.eval_frame.skip_code`, since 2.1; `torch.compiler.disable` would break the graph at every operation.
     """
     torch._dynamo.eval_frame.skip_code(function.__code__)
     return function
 
 
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
-    """Switch off `TorchDispatchMode`s, for operations that nobody shall count or keep.
+    """Switch off `TorchDispatchMode`s, for operations that they should neither count nor save.
 
     `torch.utils._python_dispatch._disable_current_modes`, since 2.0; no public spelling.
     """
@@ -58,7 +58,7 @@ def without_function_modes() -> contextlib.AbstractContextManager[None]:
 
 
 def activation_budget(budget: float) -> contextlib.AbstractContextManager[None]:
-    """While this is open, what is compiled keeps at most a share `budget` of its activations for backward.
+    """Inside this context, compiled functions keep at most a share `budget` of their activations for backward.
 
     `torch._functorch.config.activation_memory_budget`, since 2.4; no public spelling.
     """
@@ -70,4 +70,4 @@ def activation_budget(budget: float) -> contextlib.AbstractContextManager[None]:
 
 
 NO_FUNCTION_OVERRIDE = torch._C._disabled_torch_function_impl
-"""`__torch_function__` of a subclass that looks at operations below autograd only; since 1.7, no public name."""
+"""`__torch_function__` of a subclass that handles operations below autograd only; since 1.7, no public name."""

@@ -1,4 +1,4 @@
-"""Modules, their hooks and classes: private or version-dependent names of torch."""
+"""Hooks, classes and parameters of modules: private or version-dependent names of torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 @contextlib.contextmanager
 def initializer_replaced(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """While this is open, `torch.nn.init.trunc_normal_` samples by ``replace(its own sampling)``.
+    """Inside this context, `torch.nn.init.trunc_normal_` samples with ``replace(its own sampling)``.
 
-    Since 2.13 it samples by rejection, in a loop that looks at the values: not recordable operation by operation.
-    `torch.nn.init._no_grad_trunc_normal_`, since 1.3; there is no public way to note an initialisation.
+    Since 2.13 it samples by rejection, in a loop that reads the values, which cannot be recorded operation by
+    operation. `torch.nn.init._no_grad_trunc_normal_`, since 1.3; there is no public way to record an initialisation.
+
+    Args:
+        replace: From torch's sampling function to the one that is called in its place.
     """
     original = nn.init._no_grad_trunc_normal_
     nn.init._no_grad_trunc_normal_ = replace(original)
@@ -42,19 +45,29 @@ HOOK_TABLES = (
 
 
 def subclass_like(cls: type[nn.Module], forward: Callable[..., Any] | functools.partialmethod[Any]) -> type[nn.Module]:
-    """A subclass of `cls` with another `forward` that reads and prints like `cls` itself."""
+    """Make a subclass with another `forward` that otherwise prints and reads like the class itself.
+
+    Args:
+        cls: The class of a module.
+        forward: The method of the subclass.
+    """
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def subclass_calling(cls: type[nn.Module], call: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass of `cls` with another `__call__`, around all hooks, that reads and prints like `cls` itself."""
+    """Make a subclass with another `__call__`, around all hooks, that otherwise prints and reads like the class itself.
+
+    Args:
+        cls: The class of a module.
+        call: The method of the subclass.
+    """
     return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def as_parameter(tensor: Tensor) -> Any:
-    """`tensor`, of a subclass, as a parameter of its module: the object itself and no detached copy.
+    """Mark `tensor`, of a subclass, as a parameter: the object itself, where `nn.Parameter` might make a copy.
 
-    `nn.Parameter` marks tensors of subclasses by `_is_param`, since 1.12.
+    `nn.Parameter` marks tensors of subclasses with `_is_param`, since 1.12.
     """
     tensor._is_param = True  # type: ignore[attr-defined]
     return tensor

@@ -1,4 +1,4 @@
-"""Orders of pipeline schedules: private or version-dependent names of torch."""
+"""Action orders of pipeline schedules: private or version-dependent names of torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,27 @@ from typing import Any
 
 
 def schedule_actions(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> list[list[str]]:
-    """For each rank what it computes, sends and receives in a step, in order, in torch's notation, such as ``"0F1"``.
+    """List the actions of each rank in a step, in order, in torch's notation, such as ``"0F1"``.
 
-    A stage's number, what is done (F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B) and a microbatch's number. The orders
-    of `torch.distributed.pipelining.schedules`, which gives them to its own executor only: that one wants each
+    An action is a stage's number, a kind (F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B) and a microbatch's number. The
+    orders are those of `torch.distributed.pipelining.schedules`, whose own executor is not used because it wants each
     microbatch of each step to have the shapes of the first. `_get_pipeline_order`, `_calculate_single_rank_operations`
     and `_add_send_recv`, since 2.5.
+
+    Args:
+        name: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zbv"`` or ``"dualpipev"``.
+        num_ranks: Ranks of the pipeline.
+        stages_per_rank: Stages of each rank.
+        num_microbatches: Microbatches of a step.
+
+    Returns:
+        For each rank, its actions.
     """
     from torch.distributed.pipelining import schedules
 
     num_stages = num_ranks * stages_per_rank
     rounds = max(1, num_microbatches // num_ranks)
+    # Stands for `self` of a schedule: the orders depend on these numbers only, and a real schedule needs stages.
     state = SimpleNamespace(
         _num_stages=num_stages,
         _n_microbatches=num_microbatches,
@@ -40,7 +50,7 @@ def schedule_actions(name: str, num_ranks: int, stages_per_rank: int, num_microb
     else:
         order = {rank: cls._calculate_single_rank_operations(state, rank) for rank in range(num_ranks)}
     flat = [[str(each) for action in order[rank] for each in _computed(action)] for rank in range(num_ranks)]
-    if name == "1f1b":  # torch 2.13 counts the forwards of the last rank from 1 on
+    if name == "1f1b":  # torch 2.13 numbers the forwards of the last rank from 1 on
         flat = [_numbered_forwards(actions) for actions in flat]
     return with_transfers(flat, is_v=name in V_SCHEDULES)
 
@@ -50,9 +60,16 @@ V_SCHEDULES = ("zbv", "dualpipev")
 
 
 def with_transfers(computed: list[list[str]], *, is_v: bool) -> list[list[str]]:
-    """The same orders with what has to be sent and received between, so that no rank waits for another in a circle.
+    """Add the sends and receives between computations, ordered so that no ranks wait for each other in a circle.
 
     `torch.distributed.pipelining.schedules._add_send_recv`, since 2.5; no public spelling.
+
+    Args:
+        computed: For each rank, its computations in order.
+        is_v: Whether a rank has the stages ``rank`` and ``last - rank``.
+
+    Returns:
+        For each rank, its actions.
     """
     from torch.distributed.pipelining import schedules
 
@@ -73,7 +90,7 @@ def _numbered_forwards(actions: list[str]) -> list[str]:
 
 
 def _computed(action: Any) -> list[Any]:
-    """The single computations of an action of torch's schedules; bubbles and reductions are none."""
+    """Split an action of torch's schedules into single computations; bubbles and reductions have none."""
     if action is None:
         return []
     if action.sub_actions is not None:

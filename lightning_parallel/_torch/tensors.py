@@ -1,4 +1,4 @@
-"""Tensors without storage, and tables of operations: private or version-dependent names of torch."""
+"""Tensors without storage and lists of operations: private or version-dependent names of torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def _operations(*names: str) -> frozenset[Any]:
-    """The overloads of the operations that this torch has."""
+    """All overloads of those of the named operations that this version of torch has."""
     found = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
     return frozenset(getattr(packet, overload) for packet in found for overload in packet.overloads())
 
@@ -31,9 +31,14 @@ ATTENTIONS = _operations(
 
 
 def tensor_without_storage(cls: type[Any], meta: Tensor, device: torch.device) -> Any:
-    """A tensor of the subclass `cls` that looks like `meta` on `device` and holds no memory.
+    """Make a tensor of a subclass that has no memory.
 
-    `Tensor._make_wrapper_subclass`, since 1.11; what torch's own subclasses use, no public spelling.
+    `Tensor._make_wrapper_subclass`, since 1.11; torch's own subclasses use it, there is no public spelling.
+
+    Args:
+        cls: The subclass.
+        meta: Gives shape, strides and dtype.
+        device: The device that the tensor reports.
     """
     offset = int(meta.storage_offset())
     make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
@@ -41,10 +46,15 @@ def tensor_without_storage(cls: type[Any], meta: Tensor, device: torch.device) -
 
 
 def follow_view(function: Any, args: Any, kwargs: Any) -> None:
-    """Change shape and strides of a tensor without storage as `function`, such as ``transpose_``, does in place.
+    """Change shape and strides of a tensor without storage as an operation such as ``transpose_`` does in place.
 
-    `torch.Tag.inplace_view`, since 1.12, marks such operations; `torch._C._DisableTorchDispatch`, since 1.13, is what
-    torch's own subclasses use. No public spelling.
+    `torch.Tag.inplace_view`, since 1.12, marks such operations; torch's own subclasses use
+    `torch._C._DisableTorchDispatch`, since 1.13. No public spelling.
+
+    Args:
+        function: An operation of `torch.ops.aten`; others than views in place do nothing.
+        args: Its arguments.
+        kwargs: Those by name.
     """
     if torch.Tag.inplace_view in function.tags:
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]

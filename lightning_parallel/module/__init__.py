@@ -1,1 +1,1 @@
-"""The user's module: what is found in it, what it was before, and what it does when it is tried."""
+"""The user's module: its layer stacks, snapshots of it, and trial runs of its layers."""

@@ -1,4 +1,4 @@
-"""What runs through a stack of layers, and how long it is where each rank has a part of it. Layer 1."""
+"""Hidden states among the arguments of a layer; local and whole lengths of sequences that are split over ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightning_parallel.ranks.random_streams import drawing_from, seed_of_part
 
 @dataclass
 class Lengths:
-    """The lengths of the sequences that are split now: local length -> whole length.
+    """Lengths of the sequences that are split at the moment, in positions.
 
     Args:
-        num_ranks: How many ranks share a sequence.
-        multiple: What divides each local length.
-        whole: What is known of them.
-        dim: Which dimension of hidden states is the sequence.
-        taken: Lengths of what is whole and looks like a part, such as learned keys.
+        num_ranks: Ranks that share a sequence.
+        multiple: A number that divides each local length.
+        whole: Local length -> whole length.
+        dim: The dimension of hidden states that is the sequence; 1 for `[batch, length, width]`.
+        taken: Lengths of whole tensors, such as learned keys, that must not be mistaken for parts.
         entered: The layer by which a sequence has entered its stack; empty once it has left by the last layer.
     """
 
@@ -36,9 +36,10 @@ class Lengths:
     entered: str = ""
 
     def add(self, length: int) -> int:
-        """The local length of a sequence of `length`; sequences of two lengths never get the same.
+        """Register a sequence of `length` positions, and return its local length.
 
-        It is at least two: code takes a single position for a step of generation.
+        Two lengths never get the same local length, so a part's size tells which sequence it belongs to. A local length
+        is at least 2, because model code takes a single position for a step of generation.
         """
         local = -(-max(length, self.num_ranks + 1) // (self.num_ranks * self.multiple)) * self.multiple
         while self.whole.get(local, length) != length or local in self.taken:
@@ -47,11 +48,14 @@ class Lengths:
         return local
 
     def forget(self) -> None:
-        """Forget the last step, also one that ended in an error; backward may need the lengths of several forwards."""
+        """Forget the lengths of the last step, even of one that failed.
+
+        Called when the next step begins and not after a forward, because backward needs the lengths of all forwards.
+        """
         self.whole, self.entered = {}, ""
 
     def check_left(self) -> None:
-        """Call it where a step has run, and where the next sequence enters.
+        """Refuse a step that left a stack before its last layer; called after a step, and before the next entry.
 
         Raises:
             ConfigurationError: If a sequence has entered the stack and not left it by the last layer.
@@ -67,17 +71,40 @@ class Lengths:
 
 
 def hidden_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What runs through the stack: a layer's first argument, by position, or the first tensor by name; else `None`."""
+    """Find the hidden states: a layer's first argument by position, else the first tensor by name, else ``None``.
+
+    Args:
+        args: Arguments of the layer, by position.
+        kwargs: Arguments by name.
+    """
     return args[0] if args else kwargs.get(_name_of_hidden(kwargs))
 
 
 def with_hidden(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    """The arguments of a layer with `hidden` in the place of what runs through the stack."""
+    """Replace the hidden states among the arguments of a layer.
+
+    Args:
+        hidden: The new ones, `[batch, length, width]`.
+        args: Arguments of the layer, by position.
+        kwargs: Arguments by name.
+
+    Returns:
+        The new `args` and `kwargs`.
+    """
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, _name_of_hidden(kwargs): hidden})
 
 
 def take_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    """What runs through the stack, and the other arguments, among which it may be once more under another name."""
+    """Separate the hidden states from the other arguments of a layer.
+
+    Args:
+        args: Arguments of the layer, by position.
+        kwargs: Arguments by name.
+
+    Returns:
+        The hidden states, and the other arguments by position and by name; a layer may be given the hidden states under
+        a second name, which stays among the others.
+    """
     hidden: Tensor = hidden_in(args, kwargs)
     taken = "" if args else _name_of_hidden(kwargs)
     return hidden, args[1:], {name: value for name, value in kwargs.items() if name != taken}
@@ -89,10 +116,16 @@ def _name_of_hidden(kwargs: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def sequence_part_stream(group: ProcessGroup, *, is_needed: bool) -> Iterator[None]:
-    """Other random numbers on each part of the sequence, from a seed that its ranks draw alike."""
+    """Inside this context, each rank of `group` draws other random numbers, such as those of dropout on its part.
+
+    Args:
+        group: The ranks that share a sequence; their random states are equal, and stay equal.
+        is_needed: Whether anything is drawn at all; without it, the context does nothing.
+    """
     if not is_needed:
         yield
         return
+    # Drawn from the common stream, so that all ranks get the same seed and the stream moves on alike.
     seed = int(torch.randint(2**62, ()))
     with drawing_from(seed_of_part(seed, group.rank())):
         yield

@@ -1,4 +1,4 @@
-"""Caches of keys and values that Hugging Face's models hand to their layers, in training too. Layer 1."""
+"""Key-value caches, which Hugging Face's models give to their layers even in training."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ _SEEN = "_lightning_parallel_seen"
 
 
 def is_cache(value: Any) -> bool:
-    """Whether `value` is such a cache: layers add to it."""
+    """Whether `value` is a key-value cache, to which layers add."""
     return hasattr(value, "update") and hasattr(value, "get_seq_length")
 
 
 def without_fresh_cache(layer: nn.Module, values: Iterable[Any]) -> list[Any]:
-    """`values` with ``None`` in place of an empty cache of keys and values that a layer would fill for nobody.
+    """Drop an empty key-value cache from the arguments of a layer; training never reads it.
 
-    Hugging Face's models hand one to their layers in training, too. A layer that runs twice would fill it twice, and a
-    compiled one would be compiled anew for each layer.
+    Hugging Face's models give one to their layers in training, too. A layer that runs twice would fill it twice, and a
+    compiled one would be compiled again for each layer of the stack.
 
     Args:
         layer: The layer that is about to run.
         values: Its arguments.
 
+    Returns:
+        `values` with ``None`` in place of the cache.
+
     Raises:
-        ConfigurationError: If the layer sees such a cache again: somebody reads it.
+        ConfigurationError: If the layer sees the same cache again, which means that the model reads it.
     """
     return [None if _is_fresh_cache(layer, value) else value for value in values]
 

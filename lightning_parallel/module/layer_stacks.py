@@ -1,4 +1,4 @@
-"""Find the stack(s) of repeated layers in an unchanged module, and describe them once. Layer 1.
+"""Find the stack(s) of repeated layers in an unchanged module, and describe them once.
 
 Nearly every model is a prologue (embeddings), a stack of repeated layers, and an epilogue (norm, head). Every
 technique is a transformation of that description: sharding takes a layer as its unit, a pipeline cuts the stack.
@@ -17,8 +17,8 @@ from lightning_parallel.errors import check
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 LARGE_UNIT_NUMEL = 2**24
-"""Outside a stack, a submodule of at least this many parameters is a unit of its own: 64 MiB in fp32, where the time of
-a collective is that of its bytes and no longer that of its start."""
+"""Outside a stack, a submodule of at least this many parameters is a unit of its own: 64 MiB in fp32, from where on the
+time of a collective depends on its bytes and no longer on its latency."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Stack:
 
 @dataclass(frozen=True)
 class ModuleStructure:
-    """What `find_layers` found; holds paths, not modules.
+    """Result of `find_layers`; has paths, not modules.
 
     Args:
         stacks: The stacks in order of registration; empty if the module has none.
         prologue: Modules with parameters before the first stack, in order of registration.
-        between: Such modules between stacks.
-        epilogue: Such modules after the last stack.
+        between: The same between stacks.
+        epilogue: The same after the last stack.
         large: Submodules outside the stacks that are large enough to be a unit of their own.
         shared: Path of a layer or large submodule -> path of a parameter outside it with which it shares memory.
         numel: The number of elements of all parameters, each counted once.
@@ -67,11 +67,11 @@ class ModuleStructure:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """Layers and large submodules that share no parameter with the rest: what can be sharded by itself."""
+        """Layers and large submodules that share no parameter with the rest, so that each can be sharded by itself."""
         return tuple(path for path in (*self.layers, *self.large) if path not in self.shared)
 
     def explain(self) -> str:
-        """A text for people: what was found, and what follows from it."""
+        """Describe for users what was found."""
         lines = [f"{self.numel:,} parameters"]
         for stack in self.stacks:
             each = stack.numel // len(stack.layers)
@@ -97,7 +97,10 @@ def find_layers(module: nn.Module, layers: str | Sequence[str] | None = None) ->
 
     Args:
         module: Any module.
-        layers: The path or paths of the stacks, where the search should not decide; ``[]`` for none.
+        layers: The path or paths of the stacks in place of a search; ``[]`` for none.
+
+    Returns:
+        Paths of the stacks and of what is around them.
 
     Raises:
         ConfigurationError: For a path in `layers` that does not exist or is not a container of modules.
@@ -126,7 +129,12 @@ def find_layers(module: nn.Module, layers: str | Sequence[str] | None = None) ->
 
 
 def layers_violations(module: nn.Module, layers: str | Sequence[str] | None) -> list[str]:
-    """Why the paths in `layers` cannot be the stacks of `module`; empty if they can."""
+    """Reasons why the paths in `layers` cannot be the stacks of `module`; empty if they can.
+
+    Args:
+        module: The whole module.
+        layers: As `find_layers` takes them.
+    """
     found = []
     modules = dict(module.named_modules(remove_duplicate=False))
     containers = [path for path, child in modules.items() if isinstance(child, CONTAINERS)]
@@ -158,12 +166,13 @@ def _is_stack(module: nn.Module) -> bool:
     children = list(module.children())
     if not isinstance(module, CONTAINERS) or len(module) < 2 or len({type(child) for child in children}) != 1:
         return False
-    # A list of bare linear maps or embeddings is no stack: code reads the weights of such modules directly.
+    # A list of bare linear maps or embeddings is not a stack: user code often reads their weights without calling them.
     return all(_has_parameters(child) and any(True for _ in child.children()) for child in children)
 
 
 def _describe(module: nn.Module, path: str) -> Stack:
     container = module.get_submodule(path)
+    # `named_children` would leave out a layer that is registered a second time.
     names = [name for name, child in container._modules.items() if child is not None]
     types = dict.fromkeys(type(container.get_submodule(name)).__name__ for name in names)
     return Stack(path, tuple(f"{path}.{name}" for name in names), "|".join(types), _numel(container))

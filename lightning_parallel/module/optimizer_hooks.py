@@ -1,4 +1,4 @@
-"""Act between backward and update, and after the update, of an optimizer of the user's. Layer 1."""
+"""Hooks just before and just after the update of a user's optimizer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ def register_update_hooks(
 ) -> list[RemovableHandle]:
     """Call `before` when the gradients are complete, and `after` when `optimizer` has used them.
 
-    A hook before the step is not enough: Lightning gives `step` a closure in which forward, backward and clipping run.
+    torch's own hook before the step would run too early: Lightning gives `step` a closure that runs forward, backward
+    and clipping.
 
     Args:
         optimizer: Any optimizer of torch.
-        before: Called before the update, after the closure if there is one.
+        before: Called after the closure, if there is one, and before the update.
         after: Called when the step has ended.
 
     Returns:

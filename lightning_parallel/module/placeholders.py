@@ -1,8 +1,8 @@
-"""Tensors that have a shape and no memory: what another pipeline stage holds or computes. Layer 1.
+"""Placeholders: tensors with a shape and no memory, in place of what another pipeline stage holds or computes.
 
-A stage runs all of the user's step, of which only a part is its own. Parameters of other stages are ghosts there, and
-whatever is computed with a ghost is a ghost, at no cost of memory or arithmetic. So nothing of another stage can get
-into a result unseen: what a stage may use is exactly what is no ghost.
+A stage runs all of the user's step, though only a part of it belongs to the stage. Parameters of other stages are
+placeholders there, and any result computed with a placeholder is a placeholder too, without memory or arithmetic. So a
+stage cannot use a value of another stage by mistake: it may use exactly the tensors that are not placeholders.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _READING = ("_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "ma
 
 
 class PlaceholderReadError(ConfigurationError):
-    """A step wants the value of a tensor that has none."""
+    """Refusal of a step that reads the value of a placeholder."""
 
 
 @dataclass(frozen=True)
 class Watch:
-    """What watches operations on ghosts.
+    """Callbacks for operations on placeholders.
 
     Args:
-        stage: The stage that would compute now.
-        touch: Takes the name of a parameter that an operation takes.
-        refuse: Takes a ghost of another stage that an operation takes.
+        stage: Returns the number of the stage that computes at this point of the step.
+        touch: Called with the name of each parameter that an operation takes.
+        refuse: Called with a placeholder that an operation takes though another stage computes it.
     """
 
     stage: Callable[[], int]
@@ -45,11 +45,11 @@ class Placeholder(Tensor):
     """A tensor of which only shape, dtype and device are known.
 
     Args:
-        meta: Its shape and dtype, on the meta device.
-        device: Where it would be.
-        sources: Names of the parameters that it comes from.
-        watch: What watches operations on it, if anything does.
-        stage: Which stage has computed it; ``None`` for a parameter.
+        meta: A tensor on the meta device that gives shape, strides and dtype.
+        device: The device that it reports.
+        sources: Names of the parameters from which it was computed.
+        watch: Callbacks for operations on it, if there are any.
+        stage: The number of the stage that computes it; ``None`` for a parameter.
     """
 
     meta: Tensor
@@ -60,7 +60,7 @@ class Placeholder(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device, *_: Any, **__: Any) -> Placeholder:
-        """A tensor without a storage."""
+        """Make the tensor, without a storage."""
         return _torch.tensors.tensor_without_storage(cls, meta, device)  # type: ignore[no-any-return]
 
     def __init__(
@@ -78,7 +78,7 @@ class Placeholder(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Do `func` on the meta device."""
+        """Run `func` on the meta device, and return its results as placeholders."""
         kwargs = dict(kwargs or {})
         placeholders = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder)]
         watch, stage = _watch(placeholders)
@@ -86,6 +86,7 @@ class Placeholder(Tensor):
         name = func.overloadpacket.__name__
         if name in _READING:
             raise PlaceholderReadError([_read(sources)])
+        # Writing a placeholder into a real tensor would leave memory that nobody filled.
         if func._schema.is_mutable and not isinstance(args[0], Placeholder) and name.endswith("_"):
             raise PlaceholderReadError([_written(sources)])
         if kwargs.get("device") is not None:
@@ -96,55 +97,70 @@ class Placeholder(Tensor):
         except (RuntimeError, NotImplementedError) as error:
             raise PlaceholderReadError([_unknown(name, sources, error)]) from error
         _torch.tensors.follow_view(func, args, kwargs)
+        # An operation in place returns one of its arguments: the caller must get the same object back.
         own = {id(placeholder.meta): placeholder for placeholder in placeholders}
         device = placeholders[0].device
 
-        def as_ghost(value: Any) -> Any:
+        def as_placeholder(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             return own[id(value)] if id(value) in own else Placeholder(value, device, sources, watch, stage)
 
-        return tree_map(as_ghost, result)
+        return tree_map(as_placeholder, result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Shape, dtype and where it comes from."""
+        """Shape, dtype and sources."""
         return f"Ghost({tuple(self.shape)}, {self.dtype}, of {', '.join(sorted(self.sources))})"
 
 
 def placeholder_like(
     tensor: Tensor, source: str = "", watch: Watch | None = None, stage: int | None = None
 ) -> Placeholder:
-    """A ghost with the shape, dtype and device of `tensor`, which may be on the meta device, sharded or a ghost."""
+    """Make a placeholder with the shape, dtype and device of a tensor.
+
+    Args:
+        tensor: Any tensor, also one on the meta device, a shard or another placeholder.
+        source: The name of the parameter that it replaces; if empty, the sources of `tensor` are taken over.
+        watch: Callbacks for operations on it.
+        stage: The number of the stage that computes it; ``None`` for a parameter.
+    """
     sources = tensor.sources if isinstance(tensor, Placeholder) else frozenset()
     return Placeholder(_to_meta(tensor), tensor.device, frozenset({source}) if source else sources, watch, stage)
 
 
 def placeholder_parameter(parameter: nn.Parameter, source: str, device: torch.device) -> nn.Parameter:
-    """What stands in the place of a parameter that another stage holds; as trainable as that."""
+    """Make a placeholder for a parameter that another stage holds; it is trainable if that parameter is.
+
+    Args:
+        parameter: The parameter.
+        source: Its name.
+        device: The device that the placeholder reports.
+    """
     placeholder = Placeholder(_to_meta(parameter), device, frozenset({source}))
     return _torch.modules.as_parameter(placeholder.requires_grad_(parameter.requires_grad))  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def placeholders_in_place(module: nn.Module, watch: Watch | None = None) -> Iterator[None]:
-    """In here, all parameters of `module` are ghosts.
+    """Inside this context, all parameters of `module` are placeholders.
 
     Args:
         module: Any module.
-        watch: What watches operations on them.
+        watch: Callbacks for operations on them.
     """
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
-    stand_ins: dict[nn.Parameter, Placeholder] = {}
+    # One placeholder for each parameter, so that tied weights stay one object.
+    placeholders: dict[nn.Parameter, Placeholder] = {}
     for path, submodule in module.named_modules():
         for name, parameter in submodule._parameters.items():
             if parameter is not None:
                 full = f"{path}.{name}" if path else name
                 before.append((submodule, name, parameter))
-                if parameter not in stand_ins:
-                    stand_ins[parameter] = placeholder_like(parameter, full, watch)
+                if parameter not in placeholders:
+                    placeholders[parameter] = placeholder_like(parameter, full, watch)
     try:
         for submodule, name, parameter in before:
-            setattr(submodule, name, _torch.modules.as_parameter(stand_ins[parameter]))
+            setattr(submodule, name, _torch.modules.as_parameter(placeholders[parameter]))
         yield
     finally:
         for submodule, name, parameter in before:
@@ -152,17 +168,17 @@ def placeholders_in_place(module: nn.Module, watch: Watch | None = None) -> Iter
 
 
 def is_placeholder(value: Any) -> bool:
-    """Whether `value` is a tensor of another stage."""
+    """Whether `value` is a placeholder."""
     return isinstance(value, Placeholder)
 
 
 def placeholders_in(values: Any) -> list[Placeholder]:
-    """The ghosts among the tensors of nested containers."""
+    """The placeholders among the tensors of nested containers."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Placeholder)]
 
 
 def name_sources(placeholders: list[Placeholder]) -> str:
-    """Where `placeholders` come from, for people."""
+    """Names of parameters from which `placeholders` were computed, at most four, for messages."""
     names = sorted(frozenset().union(*(placeholder.sources for placeholder in placeholders)))
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
@@ -190,7 +206,10 @@ def _to_meta(value: Any) -> Any:
 
 
 def _grouped_product(rows: Tensor, matrices: Tensor, *others: Any, **options: Any) -> Tensor:
-    """Rows in groups, each times its own matrix; torch has a shape of it for bfloat16 alone."""
+    """Shape of a grouped matrix product, `[rows, outputs]`: torch itself infers it for bfloat16 only.
+
+    `rows` is `[rows, inputs]`, `matrices` `[groups, inputs, outputs]`.
+    """
     if rows.ndim != 2 or matrices.ndim != 3:
         raise NotImplementedError(f"of {rows.ndim} and {matrices.ndim} dimensions")
     return rows.new_empty(rows.shape[0], matrices.shape[2], dtype=options.get("out_dtype"))

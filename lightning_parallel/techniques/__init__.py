@@ -1,1 +1,1 @@
-"""One file, one technique; a technique never imports another. Layer 2."""
+"""One file, one technique; a technique never imports another."""

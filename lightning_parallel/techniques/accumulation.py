@@ -1,4 +1,4 @@
-"""When the gradients of sharded units are reduced within an accumulation window. Layer 2.
+"""When the gradients of sharded units are reduced within an accumulation window.
 
 A window is the microsteps between two updates. DDP keeps whole gradients anyway, and reduces them once a window. Under
 sharding a gradient that is not reduced yet is whole, so reducing late trades memory for communication.
@@ -27,7 +27,7 @@ _SHARE_OF_HEADROOM = 0.8
 
 
 def accumulation_violations(accumulation_sync: str) -> list[str]:
-    """Why `accumulation_sync` is not a choice; empty if it is."""
+    """Reasons why `accumulation_sync` is not a choice; empty if it is."""
     if accumulation_sync in MODES:
         return []
     return [f"accumulation_sync={accumulation_sync!r} is unknown; possible: {', '.join(MODES)}"]

@@ -1,4 +1,4 @@
-"""Compute with floating-point buffers in another dtype. Layer 2."""
+"""Compute with floating-point buffers in another dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clip gradients by norm or value over all ranks, sharded and whole parameters together. Layer 2."""
+"""Clip gradients by norm or value over all ranks, sharded and whole parameters together."""
 
 from __future__ import annotations
 

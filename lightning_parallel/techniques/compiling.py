@@ -1,4 +1,4 @@
-"""Compile the layers of the stack, each in place. Layer 2.
+"""Compile the layers of the stack, each in place.
 
 Layers of one class share one compiled `forward`, so the number of graphs does not grow with depth. Hooks of a layer,
 and with them the gathering of its parameters, stay outside of the graphs.
@@ -20,7 +20,7 @@ CHOICES = ("none", "layers")
 
 
 def compile_violations(compile: str) -> list[str]:
-    """Why `compile` is not a choice; empty if it is."""
+    """Reasons why `compile` is not a choice; empty if it is."""
     return [] if compile in CHOICES else [f"compile={compile!r} is unknown; possible: {', '.join(CHOICES)}"]
 
 

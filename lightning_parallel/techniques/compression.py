@@ -1,4 +1,4 @@
-"""How DDP's gradients travel: as they are, in half the bytes, or as low-rank factors. Layer 2.
+"""How DDP's gradients travel: as they are, in half the bytes, or as low-rank factors.
 
 Source: `torch.distributed.algorithms.ddp_comm_hooks`; PowerSGD is Vogels et al. 2019.
 """
@@ -13,7 +13,7 @@ _DEFAULT_POWERSGD_RANK = 4
 
 
 def comm_hook_violations(hook: str, powersgd_rank: int | None, backend: str) -> list[str]:
-    """Why `hook` cannot be used on `backend`; empty if it can."""
+    """Reasons why `hook` cannot be used on `backend`; empty if it can."""
     found = []
     if hook not in HOOKS:
         found.append(f"comm_hook={hook!r} is unknown; possible: {', '.join(HOOKS)}")

@@ -1,4 +1,4 @@
-"""One process over several devices: scatter the batch, replicate the module, gather the results. Layer 2.
+"""One process over several devices: scatter the batch, replicate the module, gather the results.
 
 The textbook baseline, `torch.nn.DataParallel`. It runs replicas in threads of one interpreter and copies the module in
 each step; DDP does neither.

@@ -1,4 +1,4 @@
-"""Compute the linear layers of the stack in float8, scaled dynamically. Layer 2.
+"""Compute the linear layers of the stack in float8, scaled dynamically.
 
 Source: Micikevicius et al. 2022, "FP8 formats for deep learning"; torchao's `float8` (the extra ``float8``).
 """
@@ -20,7 +20,7 @@ _CAPABILITY = (8, 9)
 
 
 def float8_violations(float8: str | None, device: torch.device) -> list[str]:
-    """Why `float8` cannot be used on `device`; empty if it can.
+    """Reasons why `float8` cannot be used on `device`; empty if it can.
 
     Args:
         float8: ``None``, the name of a recipe, or ``"tensorwise:emulate"``.
@@ -64,7 +64,7 @@ def apply_float8(layers: Sequence[nn.Module], float8: str) -> None:
 
 
 def unfitting_violations(layers: Sequence[nn.Module], float8: str | None) -> list[str]:
-    """Why `layers` have nothing to compute in float8; empty if they have."""
+    """Reasons why `layers` have nothing to compute in float8; empty if they have."""
     linears = _linears(layers)
     if float8 in (None, "none") or any(_fits(linear) for linear in linears):
         return []

@@ -1,4 +1,4 @@
-"""Keep optimizer state, or all state, in host memory. Layer 2.
+"""Keep optimizer state, or all state, in host memory.
 
 Source: Rajbhandari et al. 2021, "ZeRO-Infinity"; `torch.distributed.fsdp.CPUOffloadPolicy`.
 """
@@ -18,12 +18,12 @@ OFFLOADS = ("none", "optimizer", "all")
 
 
 def offload_violations(offload: str) -> list[str]:
-    """Why `offload` is not a choice; empty if it is."""
+    """Reasons why `offload` is not a choice; empty if it is."""
     return [] if offload in OFFLOADS else [f"offload={offload!r} is unknown; possible: {', '.join(OFFLOADS)}"]
 
 
 def replicated_offload_violations(offload: str) -> list[str]:
-    """Why `offload` cannot be used where every rank computes with its own whole copy; empty if it can."""
+    """Reasons why `offload` cannot be used where every rank computes with its own whole copy; empty if it can."""
     if offload != "all":
         return offload_violations(offload)
     return [

@@ -1,4 +1,4 @@
-"""ZeRO-1: each rank steps its part of the parameters and keeps optimizer state for that part only. Layer 2.
+"""ZeRO-1: each rank steps its part of the parameters and keeps optimizer state for that part only.
 
 Source: Rajbhandari et al. 2020. The user's optimizer object, groups and schedulers are kept: a rank hides the gradients
 of the others' parameters while the optimizer steps, and every optimizer of torch skips parameters without a gradient,
@@ -22,7 +22,7 @@ from lightning_parallel.module.optimizer_hooks import register_update_hooks
 
 
 def optimizer_violations(optimizer: Optimizer) -> list[str]:
-    """Why `optimizer` cannot be sharded; empty if it can."""
+    """Reasons why `optimizer` cannot be sharded; empty if it can."""
     if isinstance(optimizer, LBFGS):
         return ["LBFGS keeps one history of all parameters together, which cannot be sharded; use ddp_custom"]
     return []

@@ -1,4 +1,4 @@
-"""Keep fewer activations of each layer, and compute them again in backward. Layer 2.
+"""Keep fewer activations of each layer, and compute them again in backward.
 
 Source: Chen et al. 2016, "Training deep nets with sublinear memory cost"; Korthikanti et al. 2022 for keeping
 attention; `torch.utils.checkpoint`, without reentrance, which replays the random numbers and the autocast of forward.
@@ -54,7 +54,7 @@ def parse_recompute(recompute: str) -> Recompute | None:
 
 
 def recompute_violations(recompute: str, *, compiles: bool) -> list[str]:
-    """Why `recompute` cannot be used; empty if it can.
+    """Reasons why `recompute` cannot be used; empty if it can.
 
     Args:
         recompute: As the user wrote it.
@@ -72,7 +72,7 @@ def recompute_violations(recompute: str, *, compiles: bool) -> list[str]:
 
 
 def statistics_violations(layers: Sequence[nn.Module], recompute: str, *, compiles: bool) -> list[str]:
-    """Why `layers` cannot be both compiled and computed again; empty if they can."""
+    """Reasons why `layers` cannot be both compiled and computed again; empty if they can."""
     rule = parse_recompute(str(recompute))
     if rule is None or rule.kind in ("none", "budget") or not compiles:
         return []

@@ -1,4 +1,4 @@
-"""Tensors that every rank holds whole: equal at the start, gradients averaged, buffers as under DDP. Layer 2."""
+"""Tensors that every rank holds whole: equal at the start, gradients averaged, buffers as under DDP."""
 
 from __future__ import annotations
 

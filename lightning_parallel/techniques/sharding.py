@@ -1,4 +1,4 @@
-"""Shard parameters, gradients and optimizer state with FSDP2, one unit a layer. Layer 2.
+"""Shard parameters, gradients and optimizer state with FSDP2, one unit a layer.
 
 Source: Zhao et al. 2023, "PyTorch FSDP"; Rajbhandari et al. 2020, "ZeRO"; `torch.distributed.fsdp.fully_shard`.
 """

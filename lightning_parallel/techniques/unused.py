@@ -1,4 +1,4 @@
-"""Steps that leave parameters unused, on all ranks or on some, under sharding. Layer 2.
+"""Steps that leave parameters unused, on all ranks or on some, under sharding.
 
 FSDP2 reduces the gradients of a unit in one collective. Where ranks use different parameters of a unit (a branch that
 depends on the data, an expert without tokens), their collectives differ in size, and the step fails or adds up the

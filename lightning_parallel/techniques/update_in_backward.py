@@ -1,4 +1,4 @@
-"""Update parameters while backward still runs, so that not all gradients exist at once. Layer 2.
+"""Update parameters while backward still runs, so that not all gradients exist at once.
 
 Source: Lv et al. 2023, "Full parameter fine-tuning for large language models with limited resources" (LOMO);
 `torch.Tensor.register_post_accumulate_grad_hook`. FSDP2 calls these hooks of a shard as soon as its gradient is
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 
 def update_in_backward_violations(*, clips: bool, scales: bool, num_microsteps: int, is_manual: bool) -> list[str]:
-    """Why parameters cannot be updated in backward; empty if they can.
+    """Reasons why parameters cannot be updated in backward; empty if they can.
 
     Args:
         clips: Whether gradients are clipped.

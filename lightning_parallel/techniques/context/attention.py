@@ -1,4 +1,4 @@
-"""Attention of layers that hold parts of sequences. Layer 2."""
+"""Attention of layers that hold parts of sequences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _attention = functional.scaled_dot_product_attention
 
 
 class SplitAttention(TorchFunctionMode):
-    """While it is entered, attention is that of whole sequences, though each rank has a part.
+    """Inside this context, attention is that of whole sequences, though each rank has a part.
 
     A mode of functions sees calls under every spelling, also ``from torch.nn.functional import ...``.
 

@@ -1,4 +1,4 @@
-"""Which of a layer's arguments and tables are cut with its sequence. Layer 2.
+"""Which of a layer's arguments and tables are cut with its sequence.
 
 The usual rule goes by sizes: what is as long as the sequence is cut. Where a layer then computes something else than on
 the whole, other rules are tried; none is taken that was not seen to be right.
@@ -102,7 +102,7 @@ def _rows(table: Tensor, sequences: Sequences, length: int) -> Tensor:
 
 @dataclass
 class PartOfTables:
-    """While it is entered, buffers of a layer have the rows of a part.
+    """Inside this context, buffers of a layer have the rows of a part.
 
     Args:
         layer: The layer.

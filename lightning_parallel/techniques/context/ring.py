@@ -1,4 +1,4 @@
-"""Ring attention: queries stay, keys and values go round the ranks. Layer 2.
+"""Ring attention: queries stay, keys and values go round the ranks.
 
 Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers". The number of heads does not matter, fewer heads
 of keys and values are what is sent, and no rank ever holds the keys of a whole sequence. Sequences are folded

@@ -1,4 +1,4 @@
-"""How sequences are cut into the parts of ranks, and joined again. Layer 2."""
+"""How sequences are cut into the parts of ranks, and joined again."""
 
 from __future__ import annotations
 

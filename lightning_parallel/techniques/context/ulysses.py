@@ -1,4 +1,4 @@
-"""Ulysses: around attention, ranks exchange positions for heads. Layer 2.
+"""Ulysses: around attention, ranks exchange positions for heads.
 
 Source: Jacobs et al. 2023, "DeepSpeed Ulysses". Each rank attends over whole sequences with its part of the heads: four
 all-to-alls forward, four backward.

@@ -1,4 +1,4 @@
-"""Deferred initialisation: record how a module makes its weights, and replay it tensor by tensor. Layer 2.
+"""Deferred initialisation: record how a module makes its weights, and replay it tensor by tensor.
 
 `configure_model` runs with every new tensor on the meta device, where it takes no memory, while the operations that
 would have filled it are noted. After sharding they run for real, in the same order and from the same state of the

@@ -1,4 +1,4 @@
-"""How the tensors of a module were made: recorded on the meta device, replayed with an eager build's numbers. Layer 1.
+"""How the tensors of a module were made: recorded on the meta device, replayed with an eager build's numbers.
 
 Every operation that would have filled a new tensor is noted, and done later, in the same order and from the same state
 of the random number generator. A tensor is handed over, cut into shards if need be, and freed as soon as its last

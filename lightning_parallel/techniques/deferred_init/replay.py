@@ -1,4 +1,4 @@
-"""Doing for real what was noted on the meta device: in its order, a storage at a time. Layer 0."""
+"""Doing for real what was noted on the meta device: in its order, a storage at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a schedule: compute, send and receive in the order that torch's schedules give. Layer 2.
+"""Run a schedule: compute, send and receive in the order that torch's schedules give.
 
 Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B and interleaved); Qi et al. 2024 (ZB-V); DeepSeek-AI 2024
 (DualPipe). Torch's own executor wants all steps to have the shapes of the first; here, each boundary says once a step

@@ -1,4 +1,4 @@
-"""Gradients of a step whose backward has run already, and of parameters that several stages hold. Layer 2."""
+"""Gradients of a step whose backward has run already, and of parameters that several stages hold."""
 
 from __future__ import annotations
 

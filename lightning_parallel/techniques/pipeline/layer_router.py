@@ -1,4 +1,4 @@
-"""How a step runs through the stack where only some of its layers are here. Layer 2.
+"""How a step runs through the stack where only some of its layers are here.
 
 A stage runs the user's own step. Layers of earlier stages hand on a ghost; the first layer of this stage takes what was
 received in the place of its first argument; when the first layer of the next stage is called, the step is left with
@@ -76,7 +76,7 @@ class LayerRouter:
 
     @contextlib.contextmanager
     def traced(self, step: str, module: nn.Module, touch: Callable[[str], None]) -> Iterator[None]:
-        """In here, a step runs on ghosts only, and what it does is watched.
+        """Inside this context, a step runs on ghosts only, and what it does is watched.
 
         Args:
             step: The step's name.
@@ -105,7 +105,7 @@ class LayerRouter:
         seed: int | None = None,
         clock: StepClock | None = None,
     ) -> Iterator[None]:
-        """In here, a step is that of `stage`; with ``None``, no layer is run and all hand on ghosts.
+        """Inside this context, a step is that of `stage`; with ``None``, no layer is run and all hand on ghosts.
 
         Args:
             step: The step's name.

@@ -1,4 +1,4 @@
-"""Cut a batch into microbatches, and put what comes out of them together again. Layer 2."""
+"""Cut a batch into microbatches, and put what comes out of them together again."""
 
 from __future__ import annotations
 

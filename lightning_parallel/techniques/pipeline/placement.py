@@ -1,4 +1,4 @@
-"""Which rank holds which parameter, and what follows from it: ghosts elsewhere, gradients summed. Layer 2.
+"""Which rank holds which parameter, and what follows from it: ghosts elsewhere, gradients summed.
 
 A layer's parameters are on its stage. What is outside of the stack is on the stage that uses it: known by the order of
 registration at first, and by tracing a step before the first one runs. A parameter that several stages use (tied

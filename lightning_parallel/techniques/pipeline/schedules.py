@@ -1,4 +1,4 @@
-"""Which schedules there are, what each needs, and how many microbatches a batch is cut into. Layer 2."""
+"""Which schedules there are, what each needs, and how many microbatches a batch is cut into."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class PipelinePolicy:
 
 
 def pipeline_violations(policy: PipelinePolicy, num_ranks: int) -> list[str]:
-    """Why `policy` cannot hold over `num_ranks` ranks, whatever the module is; empty if it can."""
+    """Reasons why `policy` cannot hold over `num_ranks` ranks, whatever the module is; empty if it can."""
     found = []
     name = policy.schedule
     if name not in SCHEDULES:
@@ -122,7 +122,7 @@ def pipeline_violations(policy: PipelinePolicy, num_ranks: int) -> list[str]:
 
 
 def stack_length_violations(policy: PipelinePolicy, num_ranks: int, num_layers: int, path: str) -> list[str]:
-    """Why a stack of `num_layers` layers cannot be cut as `policy` says; empty if it can."""
+    """Reasons why a stack of `num_layers` layers cannot be cut as `policy` says; empty if it can."""
     stages = policy.num_stages(num_ranks)
     if not isinstance(policy.stages, str) and sum(policy.stages) != num_layers:
         return [

@@ -1,4 +1,4 @@
-"""What takes the place of ghosts in a step of the user's, whose variables keep them. Layer 2."""
+"""What takes the place of ghosts in a step of the user's, whose variables keep them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Substitutes:
 
 
 class SubstitutionMode(TorchFunctionMode):
-    """While it is entered, operations take what stands in where they are given a ghost.
+    """Inside this context, operations take what stands in where they are given a ghost.
 
     Args:
         replace: From arguments to these.

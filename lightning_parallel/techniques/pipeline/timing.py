@@ -1,4 +1,4 @@
-"""What layers take: measured in steps without backward, by which stages are balanced. Layer 2."""
+"""What layers take: measured in steps without backward, by which stages are balanced."""
 
 from __future__ import annotations
 

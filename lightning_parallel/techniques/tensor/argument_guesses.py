@@ -1,4 +1,4 @@
-"""What a layer may want beside hidden states, by the names of its arguments. Layer 0.
+"""What a layer may want beside hidden states, by the names of its arguments.
 
 These are guesses, with which a layer only has to run: what is learned from such a run is compared with the layer itself
 before training.

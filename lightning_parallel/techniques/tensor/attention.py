@@ -1,4 +1,4 @@
-"""Attention over some of the heads: each rank attends with its own. Layer 1."""
+"""Attention over some of the heads: each rank attends with its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _attention = F.scaled_dot_product_attention
 
 
 class HeadSplit(TorchFunctionMode):
-    """While it is entered, DTensors and tensors may meet, and attention over DTensors is over this rank's heads.
+    """Inside this context, DTensors and tensors may meet, and attention over DTensors is over this rank's heads.
 
     A tensor that meets a DTensor is whole and equal on every rank; its gradient is added up over them.
 

@@ -1,4 +1,4 @@
-"""Split the layers of stacks over the ranks that share a matrix product. Layer 2."""
+"""Split the layers of stacks over the ranks that share a matrix product."""
 
 from __future__ import annotations
 

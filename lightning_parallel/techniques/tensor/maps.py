@@ -1,4 +1,4 @@
-"""Linear maps whose weights are cut over ranks, by columns or by rows. Layer 2."""
+"""Linear maps whose weights are cut over ranks, by columns or by rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which linear maps of the layers are split over ranks, and how. Layer 1.
+"""Which linear maps of the layers are split over ranks, and how.
 
 Source: Shoeybi et al. 2019, "Megatron-LM". Maps that read the same hidden states are split by columns (each rank has
 some of the outputs), the map that closes a branch by rows. The plan comes from the user's dict, else from the model's

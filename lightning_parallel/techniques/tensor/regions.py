@@ -217,7 +217,7 @@ class SequenceRegion(ReplicatedRegion):
 
 @contextlib.contextmanager
 def _copied_parameters(layer: nn.Module, group: ProcessGroup) -> Iterator[None]:
-    """While this is open, gradients of parameters that every rank has whole are added up: one all-reduce a layer."""
+    """Inside this context, gradients of parameters that every rank has whole are added up: one all-reduce a layer."""
     found = [
         (child, name, parameter)
         for child in layer.modules()

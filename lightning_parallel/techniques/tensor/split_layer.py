@@ -1,4 +1,4 @@
-"""One layer whose linear maps are split: what runs between them, and how hidden states pass in and out. Layer 2."""
+"""One layer whose linear maps are split: what runs between them, and how hidden states pass in and out."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class SplitLayer:
 
     @contextlib.contextmanager
     def unsplit(self) -> Iterator[None]:
-        """In here, it is its unsplit self, with whatever stands for its parameters."""
+        """Inside this context, it is its unsplit self, with whatever stands for its parameters."""
         self.is_whole = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""What flows from linear map to linear map inside one layer, found by running it on tensors without memory. Layer 1."""
+"""What flows from linear map to linear map inside one layer, found by running it on tensors without memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GROUPED = ("grouped_mm", "_grouped_mm")
 
 
 def heads_violation(size: int, heads: int, kv_heads: int) -> str:
-    """Why `size` ranks cannot share these heads; empty if they can."""
+    """Reasons why `size` ranks cannot share these heads; empty if they can."""
     legal = degrees_for_heads(heads, kv_heads)
     if size in legal:
         return ""
@@ -100,7 +100,7 @@ class LayerTrace:
         return {path: roles[path] for path in self.sources if path in roles}
 
     def head_violations(self, size: int) -> list[str]:
-        """Why `size` ranks cannot share the heads; empty if they can."""
+        """Reasons why `size` ranks cannot share the heads; empty if they can."""
         counts = [*(a.heads for a in self.attentions), *(self.num_heads[path] for path in self.split_whole)]
         return [found for heads in dict.fromkeys(counts) if (found := heads_violation(size, heads, heads))]
 

@@ -1,4 +1,4 @@
-"""Tensor parallel for what runs over the vocabulary: embedding, head and loss. Layer 2.
+"""Tensor parallel for what runs over the vocabulary: embedding, head and loss.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3. Each rank holds some rows of the table. It looks up the tokens
 that are its own, and the results are added up. The head gives each rank the logits of its own tokens; they run on to
@@ -97,7 +97,7 @@ def _score(self: Any, mesh: DeviceMesh, states: Tensor) -> Tensor:
 
 
 class SplitLogits(HeadSplit):
-    """While it is entered, logits of which each rank has a part can be used as if they were whole.
+    """Inside this context, logits of which each rank has a part can be used as if they were whole.
 
     Args:
         mesh: The ranks that share them.
