@@ -1,1 +1,1 @@
-"""One file, one technique; a technique never imports another."""
+"""Techniques, one file or folder each; a technique never imports another."""

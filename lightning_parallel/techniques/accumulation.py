@@ -1,7 +1,7 @@
-"""When the gradients of sharded units are reduced within an accumulation window.
+"""Gradient accumulation under sharding: in which microsteps of a window gradients are reduced.
 
 A window is the microsteps between two updates. DDP keeps whole gradients anyway, and reduces them once a window. Under
-sharding a gradient that is not reduced yet is whole, so reducing late trades memory for communication.
+sharding an unreduced gradient is whole, so reducing late saves communication and costs memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_parallel.ranks.memory import headroom, reset_peak_memory
 
 MODES = ("auto", "every", "last")
 _SHARE_OF_HEADROOM = 0.8
-"""Of what is free at the peak of a step, so that a longer batch and fragmentation have room."""
+"""Part of the memory free at the peak of a step that may be used; longer batches and fragmentation need the rest."""
 
 
 def accumulation_violations(accumulation_sync: str) -> list[str]:
@@ -34,7 +34,7 @@ def accumulation_violations(accumulation_sync: str) -> list[str]:
 
 
 class AccumulationWindow:
-    """The microsteps between two updates: whether the one that runs now is held back, and whether any was."""
+    """State of an accumulation window: whether this microstep holds its gradients back, or an earlier one did."""
 
     def __init__(self) -> None:
         self.is_held = False
@@ -48,7 +48,7 @@ class AccumulationWindow:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Backward in here is not the last of its window."""
+        """Inside this context, backward is not the last of its window, and holds gradients back."""
         self._has_held_before = self.has_held
         self.is_held = self.has_held = True
         try:
@@ -57,27 +57,27 @@ class AccumulationWindow:
             self.is_held = False
 
     def after_backward(self, *, keeps: bool = False) -> None:
-        """A backward has ended; unless it was held or the caller `keeps` the window, nothing of it is left."""
+        """Note the end of a backward; unless it was held or the caller `keeps` the window, the window is over."""
         self.has_held = self.has_held and (self.is_held or keeps)
 
     def take_rest(self) -> bool:
-        """Whether anything was held and not reduced since; from now on, nothing was."""
+        """Whether anything was held and not reduced since; the window is empty afterwards."""
         has_rest, self.has_held = self.has_held, False
         return has_rest
 
 
 class GradientReduction:
-    """Holds back the reduction of gradients in all microsteps of a window but the last.
+    """Reduction of gradients over an accumulation window, held back in all microsteps but the last.
 
-    ``"last"`` reduces once a window. ``"every"`` reduces in each microstep; where copies are averaged too (HSDP), that
-    part waits for the last one, because it holds back no more than a shard. ``"auto"`` runs the first window as
-    ``"every"``, and takes ``"last"`` from then on if whole gradients fit what was free at the peak.
+    ``"last"`` reduces once a window. ``"every"`` reduces in each microstep; under HSDP, the averaging over copies still
+    waits for the last microstep, because it only holds back a shard. ``"auto"`` runs the first window as ``"every"``,
+    and then takes ``"last"`` if whole gradients fit into the memory that was free at the peak.
 
     Args:
         units: The sharded units.
         mode: One of `MODES`.
         device: This rank's device.
-        ranks_on_device: How many ranks share the memory of `device`: on the host, all of this machine.
+        ranks_on_device: Ranks that share the memory of `device`; on the host, all ranks of this machine.
         is_manual: Whether the module optimizes by itself, so that a backward may be the last of one window and in the
             middle of another optimizer's.
         is_hybrid: Whether gradient shards are averaged over copies, too (HSDP).
@@ -116,7 +116,7 @@ class GradientReduction:
 
     @property
     def holds_shards(self) -> bool:
-        """Whether the microstep that runs now keeps whole gradients, so that its reduction says nothing yet."""
+        """Whether the microstep that runs now keeps whole gradients, so that its shards have no gradient yet."""
         return self.is_held and self._mode == "last"
 
     @property
@@ -131,23 +131,25 @@ class GradientReduction:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Backward in here is not the last of its window."""
+        """Inside this context, backward is not the last of its window, and holds gradients back."""
         self._measure()
         self._set(reduce=self._mode != "last", all_reduce=not _torch.fsdp.CAN_REDUCE_UNUSED)
         try:
             with self._window.held():
                 yield
         finally:
+            # A parameter that only the last microstep uses would bring a gradient of another dtype into the reduction.
             for unit in self._units if self._mode == "last" else ():
                 _torch.fsdp.even_out_held_gradients(unit)
             self._set(reduce=True, all_reduce=True)
 
     def before_backward(self) -> None:
-        """Call it before each backward.
+        """Check, before each backward, that the same parameters train as in the window's microsteps so far.
 
         Raises:
-            ConfigurationError: If gradients of the window wait for copies to be averaged, and others train now.
+            ConfigurationError: If gradient shards wait to be averaged over copies (HSDP), and others train now.
         """
+        # Torch keeps the waiting shards of a unit in one flat buffer, and loses them if other parameters train.
         waits = self._is_hybrid and _torch.fsdp.CAN_REDUCE_UNUSED
         if not waits or self._is_manual or self._mode == "last":
             return
@@ -157,14 +159,16 @@ class GradientReduction:
             raise ConfigurationError([_CHANGED])
 
     def after_backward(self) -> None:
-        """A backward has ended; if it was not held, nothing is left over of its window."""
+        """Note the end of a backward; if it was not held, its window is over."""
         self._window.after_backward(keeps=self._is_manual)
 
     def reduce_rest(self) -> bool:
-        """Reduce what was held and never reduced, as in a user's own loop. A collective, if there is any.
+        """Reduce gradients that were held and never reduced, as happens in a user's own loop.
+
+        A collective, if there are any.
 
         Returns:
-            Whether there was any.
+            Whether there were any.
         """
         has_rest = self._window.take_rest()
         if has_rest and self._units:
@@ -172,27 +176,27 @@ class GradientReduction:
         return has_rest
 
     def drop(self, parameters: Collection[Tensor]) -> None:
-        """Forget gradients of `parameters` that wait: those of a window that was broken off."""
+        """Forget held gradients of `parameters`, such as those of a window that was broken off."""
         if self._window.has_held:
             for unit in self._units:
                 _torch.fsdp.drop_held_gradients(unit, parameters)
 
     def reduce_missed(self) -> None:
-        """Reduce what a backward has left though nothing in its window held it back. A collective.
+        """Reduce gradients that a backward left unreduced though nothing held them back. A collective.
 
-        A unit notices the end of its backward by hooks on the tensors that its forward returned. One that returns an
-        object which hides them, such as a `torch.distributions.Normal`, has none.
+        A unit notices the end of its backward by hooks on the tensors that its forward returned. If forward returns an
+        object that hides them, such as a `torch.distributions.Normal`, there are no hooks.
         """
         if self._units and not self._window.has_held:
             self._reduce_held()
 
     def hold_microbatches(self) -> None:
-        """All backwards until `reduce_microbatches` are parts of one: none of them reduces."""
+        """Hold back the gradients of all backwards until `reduce_microbatches`: they are parts of one."""
         for unit in self._units:
             unit.set_requires_gradient_sync(not _torch.fsdp.can_hold_gradients(unit), recurse=False)
 
     def reduce_microbatches(self) -> None:
-        """Reduce what the microbatches of a step left, unless this microstep is one that holds. A collective then."""
+        """Reduce the gradients of a step's microbatches, unless this microstep holds its own. A collective then."""
         for unit in self._units:
             _torch.fsdp.even_out_held_gradients(unit)
             unit.set_requires_gradient_sync(True, recurse=False)
@@ -208,13 +212,14 @@ class GradientReduction:
                 _torch.fsdp.reduce_held_gradients(unit)
 
     def after_update(self) -> None:
-        """The window has ended. With ``"auto"``, decide by what the first one took. A collective then."""
+        """End the window. With ``"auto"``, the first one decides between the other modes, in a collective."""
         if self._mode == "auto" and self._has_measured:
             self._decide()
 
     def _set(self, *, reduce: bool, all_reduce: bool) -> None:
         for unit in self._units:
             unit.set_requires_gradient_sync(reduce or not _torch.fsdp.can_hold_gradients(unit), recurse=False)
+            # The all-reduce over copies (HSDP) follows the reduction to shards, and needs no setting where that is off.
             if reduce:
                 unit.set_requires_all_reduce(all_reduce, recurse=False)
 
@@ -238,11 +243,11 @@ class GradientReduction:
 
 
 class ZeroGrad:
-    """Lets `zero_grad` of an optimizer drop what waits beside the gradients that it knows of; `detach` ends it.
+    """Extension of an optimizer's `zero_grad` that also drops held gradients, which it cannot see; `detach` ends it.
 
     Args:
         optimizer: The optimizer, or Lightning's form of it.
-        drop: Takes its parameters.
+        drop: Called with the optimizer's parameters.
     """
 
     def __init__(self, optimizer: Any, drop: Callable[[Collection[Tensor]], None]) -> None:

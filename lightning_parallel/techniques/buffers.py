@@ -21,12 +21,12 @@ _WITH_STATISTICS = (
 def apply_buffer_dtype(module: nn.Module, dtype: torch.dtype | None) -> None:
     """Let submodules see their own floating-point buffers in `dtype` while their `forward` runs, in place.
 
-    The buffers themselves keep their dtype and precision; what forward writes into them is written back. Statistics of
-    BatchNorm and its kin stay: torch has no kernel for weights and statistics of two dtypes.
+    The buffers themselves keep their dtype and precision; what forward writes into the copies is written back. Running
+    statistics of BatchNorm and the like are left out: torch has no kernel for weights and statistics of two dtypes.
 
     Args:
         module: The whole module.
-        dtype: ``None`` for no change.
+        dtype: The dtype that `forward` sees; ``None`` for no change.
     """
     for submodule in module.modules() if dtype is not None else ():
         if _castable(submodule, dtype) and not isinstance(submodule, _WITH_STATISTICS):
@@ -46,6 +46,7 @@ def _casting(cls: type[Any], dtype: torch.dtype) -> type[nn.Module]:
 def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     own = _castable(module, dtype)
     seen = {name: buffer.to(dtype) for name, buffer in own.items()}
+    # Writes in place raise the version; a buffer without any keeps its full precision.
     versions = {name: value._version for name, value in seen.items()}
     module._buffers.update(seen)
     try:

@@ -20,15 +20,18 @@ _Axes = tuple[DeviceMesh | None, tuple[int, ...]]
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients together over all ranks, a scalar that is equal on all of them.
+    """Compute the norm of all gradients over all ranks; a collective.
 
-    Equals `torch.nn.utils.get_total_norm` of one process. Works on the local shards: that function takes no mixture of
-    tensors and DTensors. A collective: one all-reduce of a number for each set of axes over which parameters are
-    sharded, and one over the stages of a pipeline.
+    Equals `torch.nn.utils.get_total_norm` of one process, and works on local shards because that function takes no
+    mixture of tensors and DTensors. Communicates one number: once for each axis of each set of axes over which
+    parameters are sharded, and once over the stages of a pipeline.
 
     Args:
         parameters: Parameters, each counted once; those without a gradient are left out.
         norm_type: The order of the norm, also ``math.inf``.
+
+    Returns:
+        A scalar that is equal on all ranks.
 
     Example:
         >>> gradient_norm(module.parameters())
@@ -50,7 +53,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) ->
 
 @torch.no_grad()
 def clip_gradients_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, equal on all ranks.
+    """Scale gradients in place so that their total norm is at most `max_norm`.
 
     Equals `torch.nn.utils.clip_grad_norm_` of one process (Pascanu et al. 2013). A collective, as `gradient_norm`.
 
@@ -58,6 +61,9 @@ def clip_gradients_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, 
         parameters: Parameters, each counted once; those without a gradient are left out.
         max_norm: The largest norm allowed.
         norm_type: The order of the norm, also ``math.inf``.
+
+    Returns:
+        The norm before, a scalar that is equal on all ranks.
     """
     parameters = list(parameters)
     norm = gradient_norm(parameters, norm_type)
@@ -68,7 +74,7 @@ def clip_gradients_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, 
 
 @torch.no_grad()
 def clip_gradients_by_value(parameters: Iterable[nn.Parameter], max_value: float) -> None:
-    """Bring each element of the gradients into ``[-max_value, max_value]``; element by element, so no collective.
+    """Clip each element of the gradients to ``[-max_value, max_value]``, in place. No collective.
 
     Equals `torch.nn.utils.clip_grad_value_` of one process, which takes no mixture of tensors and DTensors.
 
@@ -97,13 +103,15 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
 
 def _gradients(parameters: Iterable[nn.Parameter], *, counted_here: bool = False) -> list[Tensor]:
     chosen = dict.fromkeys(parameters)
-    if counted_here:  # two stages hold weights that are tied across them, and one counts them
+    # Weights tied across pipeline stages are held by several stages; only one of them may count their norm.
+    if counted_here:
         chosen = {p: None for p in chosen if (owners := stage_owners_of(p)) is None or owners.counts_here}
     return [parameter.grad for parameter in chosen if parameter.grad is not None]
 
 
 def _over_stages(total: Tensor, owners: StageOwners, *, is_max: bool) -> Tensor:
-    """The sum (or maximum) over the stages of a pipeline. A collective."""
+    """Sum a scalar (or take its maximum) over the stages of a pipeline. A collective."""
+    # A stage without gradients has an fp32 zero on the host: all stages have to bring the same dtype and device.
     on_host = total.double().cpu()
     dist.all_reduce(on_host, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=owners.host_group)
     return on_host.to(total.device, total.dtype)
@@ -114,8 +122,8 @@ def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def _power(gradients: list[Tensor], axes: _Axes, norm_type: float) -> Tensor:
-    """The sum of the powers of all elements (their maximum for the infinite norm) over the ranks that share them."""
-    # A rank may hold no row of a small parameter; the infinite norm of nothing is an error in torch.
+    """Sum the powers of all elements (for the infinite norm, take the maximum) over the ranks that share them."""
+    # A rank may have no row of a small parameter, and torch has no infinite norm of an empty tensor.
     norm = torch.nn.utils.get_total_norm([g for g in gradients if g.numel()], norm_type)
     is_max = math.isinf(norm_type)
     power = norm if is_max else norm.pow(norm_type)
@@ -136,7 +144,7 @@ def _sharded_axes(gradient: Tensor) -> _Axes:
 
 
 def _holders(gradients: list[Tensor]) -> list[Tensor]:
-    """Plain tensors whose `.grad` are the local gradients: what torch's scaling takes."""
+    """Plain tensors whose `.grad` are the local gradients, in the form that torch's functions for scaling take."""
     holders = []
     for gradient in gradients:
         holder = torch.empty_like(gradient)

@@ -1,7 +1,7 @@
 """Compile the layers of the stack, each in place.
 
 Layers of one class share one compiled `forward`, so the number of graphs does not grow with depth. Hooks of a layer,
-and with them the gathering of its parameters, stay outside of the graphs.
+including those that gather its parameters, stay outside of the graphs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def compile_violations(compile: str) -> list[str]:
 
 
 def apply_compile(layers: Sequence[nn.Module], *, budget: float = 1.0, backend: Any = "inductor") -> None:
-    """Let `layers` run compiled, in place. Names in the state dict stay.
+    """Compile the `forward` of `layers`, in place. Names in the state dict stay.
 
     Args:
         layers: The layers of the stacks.
         budget: The share of activations that backward may keep, from 0 to 1; the compiler chooses which.
-        backend: What `torch.compile` takes.
+        backend: As `torch.compile` takes it.
     """
     for layer in layers:
         layer.__class__ = _compiled(cast(Any, type(layer)), budget, backend)

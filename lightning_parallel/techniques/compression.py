@@ -1,4 +1,4 @@
-"""How DDP's gradients travel: as they are, in half the bytes, or as low-rank factors.
+"""Compression of DDP's gradients in transit: none, half precision, or low-rank factors.
 
 Source: `torch.distributed.algorithms.ddp_comm_hooks`; PowerSGD is Vogels et al. 2019.
 """
@@ -13,7 +13,13 @@ _DEFAULT_POWERSGD_RANK = 4
 
 
 def comm_hook_violations(hook: str, powersgd_rank: int | None, backend: str) -> list[str]:
-    """Reasons why `hook` cannot be used on `backend`; empty if it can."""
+    """Reasons why `hook` cannot be used on `backend`; empty if it can.
+
+    Args:
+        hook: The name of a hook, of `HOOKS`.
+        powersgd_rank: The rank of PowerSGD's factors, if it was given.
+        backend: The backend of the process group.
+    """
     found = []
     if hook not in HOOKS:
         found.append(f"comm_hook={hook!r} is unknown; possible: {', '.join(HOOKS)}")
@@ -27,13 +33,19 @@ def comm_hook_violations(hook: str, powersgd_rank: int | None, backend: str) -> 
 
 
 def register_comm_hook(model: DistributedDataParallel, hook: str, *, powersgd_rank: int | None) -> None:
-    """Let the gradients of `model` travel by `hook`, on any device; Lightning's own strategy does so on CUDA only."""
+    """Reduce the gradients of `model` through a communication hook; Lightning's own strategy does so on CUDA only.
+
+    Args:
+        model: The module in DDP.
+        hook: The name of a hook, of `HOOKS`.
+        powersgd_rank: The rank of PowerSGD's factors; ``None`` for the default.
+    """
     if hook == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif hook == "bf16":
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     elif hook == "powersgd":
         rank = powersgd_rank or _DEFAULT_POWERSGD_RANK
-        # The first two steps travel whole: torch's minimum with error feedback and warm start.
+        # The first two steps are not compressed: the least that torch allows with error feedback and warm start.
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

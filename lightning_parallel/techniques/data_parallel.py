@@ -1,7 +1,7 @@
 """One process over several devices: scatter the batch, replicate the module, gather the results.
 
-The textbook baseline, `torch.nn.DataParallel`. It runs replicas in threads of one interpreter and copies the module in
-each step; DDP does neither.
+A baseline for comparison, `torch.nn.DataParallel`. It runs replicas in threads of one interpreter and copies the module
+in each step; DDP does neither.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing_extensions import override
 class ReplicatedSteps(nn.DataParallel[nn.Module]):
     """`nn.DataParallel` around a LightningModule, called with the name of one of its methods.
 
-    A replica's `log` would write into the trainer from several threads at once. There it is noted instead, and
-    repeated once on the module, with the mean over the replicas.
+    A replica's `log` would write into the trainer from several threads at once. Replicas therefore only record their
+    calls, and the module logs the mean over the replicas once.
 
     Args:
         module: The LightningModule, on the first device.
@@ -45,7 +45,7 @@ class ReplicatedSteps(nn.DataParallel[nn.Module]):
 
 
 class _StepCall(nn.Module):
-    """`nn.DataParallel` replicates a module and calls `forward`; this one's `forward` calls any method."""
+    """A module whose `forward` calls any method, because `nn.DataParallel` only ever calls `forward`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -53,6 +53,7 @@ class _StepCall(nn.Module):
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
         logs: list[tuple[str, Any, dict[str, Any]]] = []
+        # torch marks the copies that it makes of a module.
         if getattr(self.module, "_is_replica", False):
             self.module.__dict__["log"] = lambda name, value, **options: logs.append((name, value, options))
         return getattr(self.module, method)(*args, **kwargs), logs, num_samples((args, kwargs))
@@ -64,13 +65,13 @@ def num_samples(batch: Any) -> int:
 
 
 def merge_results(results: Sequence[Any], weights: Sequence[int], device: torch.device) -> Any:
-    """One result of several replicas' results.
+    """Merge the results of replicas into one.
 
-    Scalars are averaged with the number of samples, so that a mean loss over unequal shares is the mean over the batch;
-    other tensors are joined along the first dimension.
+    Scalars are averaged with the number of samples as weights, so that the mean of unequal parts is the mean over the
+    batch; other tensors are joined along the first dimension.
 
     Args:
-        results: What each replica's step returned, all of one structure.
+        results: The return value of each replica's step, all of one structure.
         weights: The number of samples of each replica.
         device: Where the result goes.
     """

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 RECIPES = ("tensorwise", "rowwise")
-"""One scale a tensor, or one a row: more exact, and slower."""
+"""One scale for each tensor, or one for each row, which is more exact and slower."""
 _EMULATE = "emulate"
 _MULTIPLE = 16
 _CAPABILITY = (8, 9)
@@ -48,11 +48,11 @@ def float8_violations(float8: str | None, device: torch.device) -> list[str]:
 def apply_float8(layers: Sequence[nn.Module], float8: str) -> None:
     """Replace the linear maps in `layers` by those that compute in float8, in place. Names and parameters stay.
 
+    Linear maps whose sizes are not multiples of 16 stay as they are, because the hardware does not take them.
+
     Args:
         layers: The layers of the stacks.
         float8: A recipe that `float8_violations` accepts.
-
-    Linear maps whose sizes are no multiples of 16, which the hardware does not take, stay as they are.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -64,7 +64,12 @@ def apply_float8(layers: Sequence[nn.Module], float8: str) -> None:
 
 
 def unfitting_violations(layers: Sequence[nn.Module], float8: str | None) -> list[str]:
-    """Reasons why `layers` have nothing to compute in float8; empty if they have."""
+    """Reasons why no linear map of `layers` can compute in float8; empty if one can.
+
+    Args:
+        layers: The layers of the stacks.
+        float8: As the user wrote it.
+    """
     linears = _linears(layers)
     if float8 in (None, "none") or any(_fits(linear) for linear in linears):
         return []
@@ -76,7 +81,7 @@ def unfitting_violations(layers: Sequence[nn.Module], float8: str | None) -> lis
 
 
 def _linears(layers: Sequence[nn.Module]) -> list[nn.Linear]:
-    # Subclasses are read by their owners in ways of their own, as nn.MultiheadAttention does.
+    # Owners of subclasses read their weights directly, as nn.MultiheadAttention does with that of its output map.
     return [child for layer in layers for child in layer.modules() if type(child) is nn.Linear]
 
 

@@ -23,7 +23,7 @@ def offload_violations(offload: str) -> list[str]:
 
 
 def replicated_offload_violations(offload: str) -> list[str]:
-    """Reasons why `offload` cannot be used where every rank computes with its own whole copy; empty if it can."""
+    """Reasons why `offload` cannot be used where every rank has a whole copy of the module; empty if it can."""
     if offload != "all":
         return offload_violations(offload)
     return [
@@ -33,10 +33,14 @@ def replicated_offload_violations(offload: str) -> list[str]:
 
 
 def build_offload_policy(offload: str, device: torch.device) -> OffloadPolicy:
-    """What FSDP2 takes for `offload`. Where the device is the host there is nothing to offload.
+    """Build FSDP2's policy for `offload`; where the device is the host, there is nothing to offload.
 
-    Host memory is pinned, so that copies overlap with computation, where there is an accelerator to pin it for:
-    `CPUOffloadPolicy()` without one raises.
+    Host memory is pinned, so that copies overlap with computation. Without an accelerator to pin it for,
+    `CPUOffloadPolicy()` raises.
+
+    Args:
+        offload: One of `OFFLOADS`.
+        device: This rank's device.
     """
     if offload != "all" or device.type == "cpu":
         return OffloadPolicy()
@@ -44,15 +48,15 @@ def build_offload_policy(offload: str, device: torch.device) -> OffloadPolicy:
 
 
 class OffloadedState:
-    """Keeps the state of an optimizer in host memory, but for the time of its update; `detach` ends it.
+    """Optimizer state that is kept in host memory except during the update; `detach` ends it.
 
-    Forward and backward have the device for themselves. The update needs the room of the state once activations are
-    freed, and two copies of it travel in each.
+    Forward and backward have the device memory for themselves. Each update copies the state to the device, where
+    activations are freed by then, and back.
 
     Args:
         optimizer: The user's; its parameters stay on the device.
-        to_host: Moves a tensor of the state away.
-        to_device: Moves a tensor of the state to where its parameter, the second argument, is.
+        to_host: Copies a tensor of the state to the host.
+        to_device: Copies a tensor of the state to the device of its parameter, the second argument.
 
     Example:
         >>> offloaded = OffloadedState(optimizer)
@@ -83,7 +87,7 @@ class OffloadedState:
         self._move(lambda value, _: self._to_host(value))
 
     def detach(self) -> None:
-        """Take the hooks off, with the state on the device."""
+        """Remove the hooks, and leave the state on the device."""
         for handle in self._handles:
             handle.remove()
         self.load()
@@ -96,5 +100,5 @@ class OffloadedState:
 
 
 def _to_host(value: Tensor) -> Tensor:
-    """A copy in host memory; blocking, because its source is freed at once."""
+    """Copy to host memory; blocking, because the source is freed at once."""
     return value if value.device.type == "cpu" else value.to("cpu")

@@ -1,9 +1,9 @@
 """ZeRO-1: each rank steps its part of the parameters and keeps optimizer state for that part only.
 
 Source: Rajbhandari et al. 2020. The user's optimizer object, groups and schedulers are kept: a rank hides the gradients
-of the others' parameters while the optimizer steps, and every optimizer of torch skips parameters without a gradient,
-makes no state for them and does not decay them. Parameters are dealt out whole, so that optimizers with statistics of a
-whole matrix (Adafactor, Muon, LAMB) do what they do on one device.
+of the others' parameters while the optimizer steps. Every optimizer of torch skips parameters without a gradient, makes
+no state for them and does not decay them. Each parameter belongs to one rank as a whole, so that optimizers with
+statistics of a whole matrix (Adafactor, Muon, LAMB) compute the same as on one device.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ def optimizer_violations(optimizer: Optimizer) -> list[str]:
 
 
 def deal_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """The owner of each parameter: largest first, always to the rank with the least so far. Equal on all ranks.
+    """Assign parameters to ranks: the largest first, each to the rank with the fewest elements so far.
 
     Args:
         sizes: The number of elements of each parameter.
         num_ranks: The number of ranks.
+
+    Returns:
+        The owner of each parameter; depends on `sizes` only, so that all ranks agree without communication.
     """
     loads = [0] * num_ranks
     owners = [0] * len(sizes)
@@ -44,10 +47,10 @@ def deal_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
 
 
 class ShardedOptimizer:
-    """Makes the steps of a user's optimizer ZeRO-1 steps, by hooks on it; `detach` takes them off.
+    """ZeRO-1 for a user's optimizer, by hooks on it; `detach` removes them.
 
     Args:
-        optimizer: The user's, on plain parameters that are equal on all ranks, as are their gradients.
+        optimizer: The user's, on plain parameters; these and their gradients are equal on all ranks.
 
     Example:
         >>> sharded = ShardedOptimizer(torch.optim.AdamW(ddp.parameters()))
@@ -68,7 +71,7 @@ class ShardedOptimizer:
         self._handles = register_update_hooks(optimizer, before=self._hide, after=self._share)
 
     def drop_foreign_state(self) -> None:
-        """Forget the state of other ranks' parameters, which some optimizers make early and checkpoints contain."""
+        """Drop the state of other ranks' parameters: some optimizers make it early, and checkpoints contain it."""
         for parameter in self._foreign:
             self.optimizer.state.pop(parameter, None)
 
@@ -84,12 +87,12 @@ class ShardedOptimizer:
         return {**state, "state": dict(sorted(merged.items()))}
 
     def detach(self) -> None:
-        """Take the hooks off; the optimizer steps all parameters again."""
+        """Remove the hooks; the optimizer steps all parameters again."""
         for handle in self._handles:
             handle.remove()
 
     def make_whole(self) -> None:
-        """Give every rank the whole state and take the hooks off. A collective."""
+        """Give every rank the whole state and remove the hooks. A collective."""
         box = [self.gather_state()]
         dist.broadcast_object_list(box, src=0)
         self.detach()
@@ -106,6 +109,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _share(self) -> None:
+        # Gradients come back after the step, for anyone who reads them, such as a logger.
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden = []

@@ -1,7 +1,7 @@
-"""Keep fewer activations of each layer, and compute them again in backward.
+"""Activation recomputation: keep fewer activations of each layer, and compute them again in backward.
 
 Source: Chen et al. 2016, "Training deep nets with sublinear memory cost"; Korthikanti et al. 2022 for keeping
-attention; `torch.utils.checkpoint`, without reentrance, which replays the random numbers and the autocast of forward.
+attention; `torch.utils.checkpoint` without reentrance, which replays the random numbers and the autocast of forward.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ CHOICES = "'none', 'full', 'every:2' (every second layer), 'selective', 'budget:
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is computed again, as `parse_recompute` read it.
+    """Rule for which activations are recomputed, as `parse_recompute` read it.
 
     Args:
-        kind: What is done to a layer.
-        every: Of how many layers one is treated so.
-        budget: The share of what backward would keep, from 0 to 1; only for ``"budget"``.
+        kind: The treatment of a layer.
+        every: One layer in so many is treated.
+        budget: The share of activations to keep for backward, from 0 to 1; only for ``"budget"``.
     """
 
     kind: Literal["none", "full", "selective", "budget"]
@@ -72,7 +72,13 @@ def recompute_violations(recompute: str, *, compiles: bool) -> list[str]:
 
 
 def statistics_violations(layers: Sequence[nn.Module], recompute: str, *, compiles: bool) -> list[str]:
-    """Reasons why `layers` cannot be both compiled and computed again; empty if they can."""
+    """Reasons why `layers` cannot be both compiled and recomputed; empty if they can.
+
+    Args:
+        layers: The layers of the stacks.
+        recompute: As the user wrote it.
+        compiles: Whether the layers are compiled.
+    """
     rule = parse_recompute(str(recompute))
     if rule is None or rule.kind in ("none", "budget") or not compiles:
         return []
@@ -86,13 +92,13 @@ def statistics_violations(layers: Sequence[nn.Module], recompute: str, *, compil
 
 
 def apply_recompute(layers: Sequence[nn.Module], recompute: Recompute) -> None:
-    """Let `layers` compute activations again in backward, in place. Names in the state dict stay.
+    """Let `layers` recompute activations in backward, in place. Names in the state dict stay.
 
     Evaluation, and training under ``torch.no_grad()``, run as before. ``"budget"`` is left to `apply_compile`.
 
     Args:
         layers: The layers of the stacks, in order.
-        recompute: What `parse_recompute` read.
+        recompute: The rule, as `parse_recompute` read it.
     """
     if recompute.kind in ("none", "budget"):
         return
@@ -103,7 +109,10 @@ def apply_recompute(layers: Sequence[nn.Module], recompute: Recompute) -> None:
 
 @functools.cache
 def _recomputing(cls: type[Any], run: Callable[..., Any]) -> type[nn.Module]:
-    """A class like `cls` whose `forward` is recomputed: hooks and gathering stay outside of it."""
+    """Make a subclass of `cls` whose `forward` is recomputed.
+
+    Hooks, and with them the gathering of parameters, stay outside: FSDP2 gathers again for backward by itself.
+    """
     written: weakref.WeakKeyDictionary[nn.Module, set[tuple[nn.Module, str]]] = weakref.WeakKeyDictionary()
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -134,19 +143,19 @@ def _without_cache(layer: nn.Module, values: Iterable[Any]) -> list[Any]:
 
 
 def has_statistics(module: nn.Module) -> bool:
-    """Whether forward writes into running statistics, as that of BatchNorm does: its kernels leave no other mark."""
+    """Whether forward writes into running statistics: BatchNorm's kernels do so without raising a buffer's version."""
     return module.training and bool(getattr(module, "track_running_stats", False))
 
 
 class _WrittenBuffers(contextlib.AbstractContextManager[None]):
-    """Lets forward write into the buffers of a layer once: while it runs again, it sees what it saw, in copies.
+    """Context for the second run of a layer, which sees copies of its buffers as they were before the first run.
 
-    BatchNorm would count each batch twice otherwise, and spectral norm compute with another vector. Which buffers are
-    written shows in the first forward; from then on only these are copied. Enter it around the second run.
+    Otherwise BatchNorm would count each batch twice, and spectral norm would compute with another vector. The first
+    forward shows which buffers are written; from then on only these are copied.
 
     Args:
         layer: The layer, before its first run.
-        written: Layer -> what its forward writes into, as far as known.
+        written: Layer -> the buffers that its forward writes, as far as known.
     """
 
     def __init__(
@@ -160,7 +169,7 @@ class _WrittenBuffers(contextlib.AbstractContextManager[None]):
         self._now: dict[tuple[nn.Module, str], Tensor] = {}
 
     def close(self) -> None:
-        """The first run has ended: note what it wrote into."""
+        """End the first run, and note which buffers it wrote."""
         for (module, name), (buffer, version) in self._versions.items():
             if module._buffers[name] is not buffer or buffer._version != version or has_statistics(module):
                 self._known.add((module, name))
@@ -199,11 +208,13 @@ def _run_selective(function: Callable[..., Any], again: Any, *args: Any, **kwarg
 
 @contextlib.contextmanager
 def _both(outer: Any, inner: Any) -> Iterator[None]:
-    with outer, inner:  # copies of buffers are made outside of what compares operations
+    # Copies of buffers are made outside of `inner`, which compares the operations of both runs.
+    with outer, inner:
         yield
 
 
 def _keep_attention_and_half_the_products() -> Any:
+    # Counted apart for forward and recomputation, so that both keep the same products.
     products = {False: 0, True: 0}
 
     def policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,4 +1,4 @@
-"""Tensors that every rank holds whole: equal at the start, gradients averaged, buffers as under DDP."""
+"""Replication of tensors that every rank has whole: equal at the start, gradients averaged, buffers as under DDP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def synchronize_module(module: nn.Module, device: torch.device) -> None:
 
     Args:
         module: The module, on the host or on the device.
-        device: Where the process group communicates; tensors elsewhere travel through it, a bucket at a time.
+        device: The device of the process group; tensors elsewhere are copied to it and back, a bucket at a time.
     """
     if not _is_parallel():
         return
@@ -45,7 +45,7 @@ def synchronize_buffers(module: nn.Module, group: ProcessGroup | None = None) ->
 
     Args:
         module: The module.
-        group: The ranks that compute the same buffers, by default all; the first of them gives its own.
+        group: The ranks that compute the same buffers, by default all; all get those of its first rank.
     """
     if _is_parallel():
         buffers = [buffer for buffer in module.buffers() if not buffer.is_meta]
@@ -56,16 +56,18 @@ def synchronize_buffers(module: nn.Module, group: ProcessGroup | None = None) ->
 def reduce_gradients(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
     """Average the gradients of `parameters`, which each rank holds whole, over `group`. A collective.
 
-    A parameter that no rank used keeps no gradient; one that some ranks used counts as zero on the others. The mean
-    is linear, so gradients that were averaged in an earlier microstep may be in the sum.
+    A parameter that no rank used keeps no gradient; one that some ranks used counts as zero on the others. A sum may
+    contain gradients that were averaged in an earlier microstep, because they are equal on all ranks and their mean is
+    the same again.
 
     Args:
-        parameters: The same parameters in the same order on every rank; what is frozen now may have a gradient of
-            before.
+        parameters: The same parameters in the same order on every rank; one that is frozen now may still have an
+            earlier gradient.
         group: The ranks that read different samples.
     """
     if not parameters or group.size() == 1:
         return
+    # Ranks may use different parameters, and a collective needs the same tensors on each: so they agree first.
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
     gradients = []

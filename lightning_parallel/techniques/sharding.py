@@ -25,11 +25,11 @@ _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "transformers", "torchv
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Which module is a unit, and which parameters stay whole on every rank.
+    """Units of sharding, and parameters that stay whole on every rank.
 
     Args:
         units: Paths of the units, inner before outer; ``""`` is the module itself.
-        whole: Name of a parameter that is not sharded -> why. Its gradient is averaged over the ranks instead.
+        whole: Name of a parameter that is not sharded -> the reason. Its gradient is averaged over the ranks instead.
     """
 
     units: tuple[str, ...]
@@ -45,16 +45,17 @@ def plan_sharding(
     absent: Collection[str] = (),
     module_dtype: torch.dtype | None = None,
 ) -> ShardingPlan:
-    """Decide what is sharded with what; changes nothing.
+    """Decide which parameters are sharded together; changes nothing.
 
     Args:
         module: The whole module.
         units: Paths of submodules that can be sharded by themselves (`ModuleStructure.units`).
-        root_is_unit: Whether what no unit holds is sharded with the module itself. Not under manual optimization:
-            there backward runs inside the forward of the module, and a unit cannot reduce gradients before its
-            forward has ended. The outermost submodules with a forward are units then.
-        casts: Whether parameters are gathered in another dtype. BatchNorm's stay in theirs then, whole, because torch
-            has no kernel for weights and statistics of two dtypes, and parametrizations', which compute weights.
+        root_is_unit: Whether the module itself is the unit of parameters that are in no other. Not under manual
+            optimization: there backward runs inside the forward of the module, and a unit cannot reduce gradients
+            before its forward has ended. The outermost submodules with a forward are units then.
+        casts: Whether parameters are gathered in another dtype. Those of BatchNorm then stay whole and keep theirs,
+            because torch has no kernel for weights and statistics of two dtypes, and so do those of parametrizations,
+            which compute weights.
         absent: Names of parameters that this rank does not hold: those of other pipeline stages.
         module_dtype: The dtype to which the module is converted before it is sharded, if it is.
     """
@@ -73,7 +74,12 @@ def plan_sharding(
 
 
 def keep_whole(module: nn.Module, absent: Collection[str] = ()) -> ShardingPlan:
-    """The plan of a rank that has nobody to share with: without units, nothing is copied in order to be gathered."""
+    """Plan without units, for a single rank: FSDP2 would copy parameters to gather them, even from itself.
+
+    Args:
+        module: The whole module.
+        absent: Names of parameters that this rank does not hold: those of other pipeline stages.
+    """
     names = (name for name, _ in module.named_parameters(remove_duplicate=False) if name not in absent)
     return ShardingPlan((), dict.fromkeys(names, "no other rank shares it"))
 
@@ -92,18 +98,18 @@ def apply_sharding(
 
     Args:
         module: The whole module, on the host or on the device; each unit is moved to the device and sharded in turn.
-        plan: What `plan_sharding` decided.
-        mesh: One axis to shard over, or an axis to replicate over and one to shard over.
+        plan: The result of `plan_sharding`.
+        mesh: One axis to shard over, or an axis to replicate over and one to shard over (HSDP).
         reshard: ``"always"`` frees gathered parameters after forward, ``"never"`` keeps them until the gradients are
-            reduced (ZeRO-2), a number keeps them sharded over so many ranks.
+            reduced (ZeRO-2), a number keeps them sharded over that many ranks.
         policy: Dtypes of gathering and reducing.
-        offload: Where shards live.
+        offload: Whether shards are on the device or on the host.
         device: The rank's device.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     whole = {parameters[name] for name in plan.whole}
     for tensor in (*whole, *module.buffers()):
-        if not tensor.is_meta:  # else it is made on the device
+        if not tensor.is_meta:  # deferred initialisation makes those on the device
             tensor.data = tensor.data.to(device)
     elsewhere = {parameter for parameter in module.parameters() if is_placeholder(parameter)}
     for path in plan.units:
@@ -124,16 +130,17 @@ def apply_sharding(
 
 
 def finish_sharding(module: nn.Module, plan: ShardingPlan) -> None:
-    """Fix which unit is the root. After deferred init.
+    """Set the root units, once deferred initialisation has made all tensors.
 
     Args:
         module: The sharded module.
-        plan: What `plan_sharding` decided.
+        plan: The result of `plan_sharding`.
     """
     for path in plan.units:
         unit = module.get_submodule(path)
         if _is_outermost(path, plan):
             _torch.fsdp.initialize_sharding(unit)
+        # The step methods gather the root's parameters (`gather_in_steps`), so the hooks of `forward` must not.
         if path == ROOT:
             _torch.fsdp.drop_forward_hooks(unit)
 
@@ -143,8 +150,8 @@ def gather_in_steps(module: nn.Module, plan: ShardingPlan, step_methods: Sequenc
 
     Args:
         module: The sharded module.
-        plan: What `plan_sharding` decided.
-        step_methods: Methods of the module that Lightning calls in place of `forward`.
+        plan: The result of `plan_sharding`.
+        step_methods: Names of the module's methods that Lightning calls in place of `forward`.
     """
     for path in plan.units:
         unit = module.get_submodule(path)
@@ -153,13 +160,25 @@ def gather_in_steps(module: nn.Module, plan: ShardingPlan, step_methods: Sequenc
 
 
 def gather_while_running(holder: object, method: str, module: nn.Module) -> None:
-    """Gather what `module` itself is the unit of while ``holder.method`` runs."""
+    """Gather the parameters of the unit that `module` is, if it is one, while ``holder.method`` runs.
+
+    Args:
+        holder: The object whose method is replaced.
+        method: The method's name.
+        module: The sharded module.
+    """
     if isinstance(module, FSDPModule):
         _torch.fsdp.gather_around(holder, method, module)
 
 
 def gather_in_method(module: nn.Module, plan: ShardingPlan, method: str) -> None:
-    """Gather the parameters of the unit around ``path.to.module.method`` while that method runs."""
+    """Gather the parameters of the unit around a method of a submodule while that method runs.
+
+    Args:
+        module: The sharded module.
+        plan: The result of `plan_sharding`.
+        method: Path of the submodule and name of the method, such as ``"path.to.module.method"``.
+    """
     path, _, name = method.rpartition(".")
     owner = _owner(f"{path}." if path else "x", plan.units)
     if owner is not None:
@@ -167,7 +186,7 @@ def gather_in_method(module: nn.Module, plan: ShardingPlan, method: str) -> None
 
 
 def reshard_units(module: nn.Module) -> None:
-    """Free what is still gathered, so that the module's parameters are its shards. Cheap where nothing is."""
+    """Free gathered parameters, so that the module's parameters are its shards. Cheap where nothing is gathered."""
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
             submodule.reshard()
@@ -185,7 +204,13 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def unreduced_parameters(module: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> list[str]:
-    """Names of trainable parameters that are neither sharded on `mesh` nor averaged: ranks would drift apart."""
+    """Names of trainable parameters that are neither sharded on `mesh` nor averaged: ranks would drift apart.
+
+    Args:
+        module: The sharded module.
+        plan: The result of `plan_sharding`.
+        mesh: The mesh over which it is sharded.
+    """
     return [
         name
         for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -196,7 +221,7 @@ def unreduced_parameters(module: nn.Module, plan: ShardingPlan, mesh: DeviceMesh
 
 
 def _is_on(parameter: Tensor, mesh: DeviceMesh) -> bool:
-    """Whether `parameter` is sharded on `mesh`, perhaps behind another axis on which it is split, too."""
+    """Whether `parameter` is sharded on `mesh`; it may be split over another axis as well."""
     if not isinstance(parameter, DTensor):
         return False
     return set(mesh.mesh_dim_names or ()) <= set(parameter.device_mesh.mesh_dim_names or ())
@@ -206,12 +231,12 @@ def _reshard_after_forward(reshard: str | int, *, is_outermost: bool) -> bool | 
     if reshard == "never":
         return False
     if is_outermost:
-        return None  # torch keeps the root: backward begins with it
+        return None  # torch's default, which keeps the root gathered: backward begins with it
     return True if reshard == "always" else int(reshard)
 
 
 def _outermost(module: nn.Module, path: str = "") -> Iterator[str]:
-    """The outermost submodules that have a forward of their own; lists and dicts of modules have none."""
+    """Paths of the outermost submodules with a forward of their own; lists and dicts of modules have none."""
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
         if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
@@ -225,7 +250,7 @@ def _is_outermost(path: str, plan: ShardingPlan) -> bool:
 
 
 def _owner(name: str, paths: Collection[str]) -> str | None:
-    """The innermost of the units in `paths` around a parameter."""
+    """Find the innermost of the units in `paths` around a parameter."""
     path = name
     while path:
         path = path.rpartition(".")[0]
@@ -250,7 +275,7 @@ def _shared_across_units(module: nn.Module, owners: dict[str, str | None]) -> It
 def _unshardable(
     module: nn.Module, owners: dict[str, str | None], module_dtype: torch.dtype | None
 ) -> Iterator[tuple[str, str]]:
-    """Parameters that FSDP2 cannot take: scalars, and trainable ones of a second dtype in a unit."""
+    """Parameters that FSDP2 cannot shard: scalars, empty ones, and trainable ones of a second dtype in a unit."""
     trainable = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
     sizes: dict[str | None, Counter[torch.dtype]] = defaultdict(Counter)
     dtypes = {n: module_dtype if module_dtype and p.is_floating_point() else p.dtype for n, p in trainable}
@@ -272,7 +297,7 @@ def _uncast_parameters(module: nn.Module) -> Iterator[str]:
 
 
 def _own_methods(unit: nn.Module) -> list[str]:
-    """Methods that the user's own classes give `unit` besides `forward`: code may call them from outside."""
+    """Names of methods besides `forward` from the user's own classes: user code may call them from outside the unit."""
     classes = [cls for cls in type(unit).__mro__ if cls.__module__.partition(".")[0] not in (*_LIBRARIES, "builtins")]
     return sorted(
         {

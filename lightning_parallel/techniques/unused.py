@@ -1,9 +1,9 @@
-"""Steps that leave parameters unused, on all ranks or on some, under sharding.
+"""Unused parameters under sharding: steps that leave some without a gradient, on all ranks or on some.
 
 FSDP2 reduces the gradients of a unit in one collective. Where ranks use different parameters of a unit (a branch that
 depends on the data, an expert without tokens), their collectives differ in size, and the step fails or adds up the
-wrong numbers. Torch can put zeros in the place of missing gradients; but then a parameter that no rank used has a
-gradient of zeros, is decayed by AdamW and moved by momentum, which in one process it is not.
+wrong numbers. Torch can put zeros in the place of missing gradients, but then a parameter that no rank used has a
+gradient of zeros. AdamW decays it and momentum moves it, which would not happen in one process.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lightning_parallel import _torch
 
 
 class UnusedParameters:
-    """Puts zeros in the place of missing gradients, and takes them away where no rank had a gradient.
+    """Zeros in the place of missing gradients, removed again where no rank had a gradient.
 
-    Whether a parameter was used here is known on the host, by a hook on its gathered form. The ranks agree on it in
-    host memory, one byte a parameter: no rank waits for its device.
+    A hook on a parameter's gathered form tells the host whether it was used here. The ranks agree on it in host memory,
+    with one byte for each parameter, so no rank waits for its device.
 
     Args:
         units: The sharded units, in their final form.
@@ -38,7 +38,7 @@ class UnusedParameters:
         self._accumulated: set[Tensor] = set()
 
     def watch(self) -> None:
-        """Watch the parameters that have been gathered by now; call it between forward and backward."""
+        """Put hooks on parameters that have been gathered by now; call it between forward and backward."""
         for unit in self._units:
             for sharded, gathered in _torch.fsdp.gathered_parameters(unit):
                 if sharded not in self._known and gathered.requires_grad:
@@ -47,12 +47,12 @@ class UnusedParameters:
                     gathered.register_post_accumulate_grad_hook(self._note(sharded))
 
     def keep_present(self) -> None:
-        """Leave gradients that are there before backward, such as the zeros of `zero_grad(set_to_none=False)`."""
+        """Keep gradients that exist before backward, such as the zeros of `zero_grad(set_to_none=False)`."""
         self._accumulated.update(parameter for parameter in self._watched if parameter.grad is not None)
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Take zeros away that stand for no gradient; call it after each backward, on all ranks. A collective."""
+        """Remove zeros where no rank had a gradient; call it after each backward, on all ranks. A collective."""
         if not self._watched:
             return
         flags = torch.tensor([parameter in self._used for parameter in self._watched], dtype=torch.uint8)
@@ -65,7 +65,7 @@ class UnusedParameters:
         self._used.clear()
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
-        """The gradients of `parameters` were used up by a step."""
+        """Note that a step has used up the gradients of `parameters`."""
         self._accumulated.difference_update(parameters)
 
     def _note(self, sharded: Tensor) -> Callable[[Tensor], None]:

@@ -1,8 +1,8 @@
 """Update parameters while backward still runs, so that not all gradients exist at once.
 
 Source: Lv et al. 2023, "Full parameter fine-tuning for large language models with limited resources" (LOMO);
-`torch.Tensor.register_post_accumulate_grad_hook`. FSDP2 calls these hooks of a shard as soon as its gradient is
-reduced, so a rank holds reduced gradients of one unit at a time.
+`torch.Tensor.register_post_accumulate_grad_hook`. FSDP2 calls a shard's hook as soon as its gradient is reduced, so a
+rank has the reduced gradients of one unit at a time.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ def update_in_backward_violations(*, clips: bool, scales: bool, num_microsteps: 
 
 
 class UpdateInBackward:
-    """Lets a user's optimizer step each parameter as soon as its gradient is reduced; `detach` ends it.
+    """Updates of each parameter as soon as its gradient is reduced, by a user's optimizer; `detach` ends them.
 
-    The optimizer object, its groups, state and schedulers are the user's.
+    The optimizer object, its groups, state and schedulers stay the user's.
 
     Args:
         optimizer: The user's only optimizer.
-        averaged: Parameters whose gradients are averaged after backward: the step that the training loop makes anyway
-            updates these.
+        averaged: Parameters whose gradients are averaged after backward; the training loop's own step updates these.
 
     Example:
         >>> updates = UpdateInBackward(optimizer)
@@ -63,18 +62,18 @@ class UpdateInBackward:
         ]
 
     def detach(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     @torch.no_grad()
     def _update(self, parameter: Tensor) -> None:
-        groups = self._optimizer.param_groups  # looked at anew: loading a state replaces them
+        groups = self._optimizer.param_groups  # not kept from before: loading a state replaces them
         everything = [group["params"] for group in groups]
         try:
             for group, parameters in zip(groups, everything, strict=True):
                 group["params"] = [parameter] if any(parameter is each for each in parameters) else []
-            # Hooks and counters around `step` belong to the step that the loop makes.
+            # The undecorated function: hooks and counters around `step` belong to the step that the loop makes.
             type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
         finally:
             for group, parameters in zip(groups, everything, strict=True):

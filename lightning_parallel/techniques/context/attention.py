@@ -17,21 +17,21 @@ from lightning_parallel.techniques.context.cut_rules import CutRule, PartOfTable
 from lightning_parallel.techniques.context.sequences import Sequences
 
 ATTENTIONS: dict[str, Callable[..., Tensor]] = {"ulysses": ulysses.attend, "ring": ring.attend}
-"""Name -> `scaled_dot_product_attention` of parts, with the sequences before its arguments."""
+"""Name -> `scaled_dot_product_attention` of parts; takes a `Sequences` before the usual arguments."""
 
 _attention = functional.scaled_dot_product_attention
 
 
 class SplitAttention(TorchFunctionMode):
-    """Inside this context, attention is that of whole sequences, though each rank has a part.
+    """Mode in which each rank has a part of the sequences, and attention is over whole ones.
 
-    A mode of functions sees calls under every spelling, also ``from torch.nn.functional import ...``.
+    A function mode sees calls under every spelling, also ``from torch.nn.functional import ...``.
 
     Args:
-        name: How the ranks share it, of :data:`ATTENTIONS`.
-        sequences: Of which layers hold parts.
-        rule: What else follows the part.
-        tables: The layer's buffers, where `rule` says that they do.
+        name: The kind of attention, of :data:`ATTENTIONS`.
+        sequences: The ranks, and the lengths of the sequences that they share.
+        rule: Says which buffers and counts of positions are cut, too.
+        tables: The layer's buffers, which are cut if `rule` says so.
     """
 
     def __init__(self, name: str, sequences: Sequences, *, rule: CutRule, tables: PartOfTables) -> None:
@@ -58,7 +58,7 @@ class SplitAttention(TorchFunctionMode):
             self._tables.leave()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, entering this where it runs again in backward, as what a layer checkpoints does."""
+        """Wrap `function` so that it enters this mode when backward runs it again, as activation checkpointing does."""
 
         @functools.wraps(function)
         def entering(*args: Any, **kwargs: Any) -> Any:
@@ -74,6 +74,7 @@ class SplitAttention(TorchFunctionMode):
         if func is _attention:
             return self._shared(*args, **(kwargs or {}))
         if func is functional.multi_head_attention_forward:
+            # A mode is off while it handles a call, so it would not see the attention inside this one.
             with _torch.attention.attention_replaced(self._shared):
                 return func(*args, **(kwargs or {}))
         if self.rule.counts and func is torch.arange and is_count_of_part(self._sequences, args, kwargs or {}):
@@ -81,7 +82,9 @@ class SplitAttention(TorchFunctionMode):
             return positions_of_part(self._sequences, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    @_torch.modes.not_compiled  # between exchanges there is one kernel; queries, keys and values differ in strides
+    # Not compiled: there is only one kernel between exchanges to gain from, and queries, keys and values differ in
+    # strides, so that each would be compiled anew.
+    @_torch.modes.not_compiled
     def _shared(self, *args: Any, **kwargs: Any) -> Tensor:
         self.calls += 1
         return self._attend(self._sequences, *args, **kwargs)

@@ -1,7 +1,7 @@
-"""Which of a layer's arguments and tables are cut with its sequence.
+"""Rules that say which of a layer's arguments and buffers are split along with its sequence.
 
-The usual rule goes by sizes: what is as long as the sequence is cut. Where a layer then computes something else than on
-the whole, other rules are tried; none is taken that was not seen to be right.
+The usual rule goes by sizes: tensors as long as the sequence are split. Where the layer then computes something else
+than on whole sequences, other rules are tried. A rule is only used after a comparison has shown that it is right.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lightning_parallel.techniques.context.sequences import Sequences
 
 @dataclass(frozen=True, kw_only=True)
 class CutRule:
-    """What differs from the usual rule.
+    """Differences from the usual rule.
 
     Args:
-        tables: Arguments that are longer than the sequence are cut, too: a layer takes a row for each position.
-        vectors: Numbers of each sample, with fewer dims than hidden states, are whole.
-        rows: Where several dims are as long as the sequence, the first is cut.
-        buffers: Buffers of the layer that are as long as the sequence, or longer, are cut.
-        counts: What the layer counts by `torch.arange`, up to its length, are the positions of the part.
+        tables: Arguments longer than the sequence are split, too: tables with a row for each position.
+        vectors: Per-sample tensors, with fewer dimensions than hidden states, are not split.
+        rows: Where several dimensions are as long as the sequence, the first is split.
+        buffers: Buffers of the layer that are as long as the sequence, or longer, are split.
+        counts: Positions that the layer makes with `torch.arange`, up to its length, are those of the part.
     """
 
     tables: bool = False
@@ -41,14 +41,22 @@ USUAL = CutRule()
 
 
 def candidate_rules(first: CutRule) -> Iterator[CutRule]:
-    """All with up to two differences, `first` and the usual one before the others."""
+    """List all rules with up to two differences, beginning with `first` and the usual rule."""
     differences = [each.name for each in fields(CutRule)]
     chosen = [names for count in (0, 1, 2) for names in itertools.combinations(differences, count)]
     return iter(dict.fromkeys([first, *(CutRule(**dict.fromkeys(names, True)) for names in chosen)]))
 
 
 def relations(arguments: Any, length: int) -> tuple[Any, ...]:
-    """How sizes compare with `length`: of two steps with equal ones, the same rule is right."""
+    """Compare the sizes of all tensors with `length`; the same rule is right for two steps with equal results.
+
+    Args:
+        arguments: Of a layer, in nested containers.
+        length: Of the whole sequence, in positions.
+
+    Returns:
+        For each tensor and dimension, -1, 0 or 1: shorter, as long, or longer.
+    """
     return tuple(
         tuple((size > length) - (size < length) for size in leaf.shape)
         for leaf in tree_leaves(arguments)
@@ -57,15 +65,18 @@ def relations(arguments: Any, length: int) -> tuple[Any, ...]:
 
 
 def cut_argument(name: str, value: Any, *, rule: CutRule, sequences: Sequences, length: int, hidden: Tensor) -> Any:
-    """Split what runs along the sequence: positions, rotary tables, a second sequence. Masks stay whole.
+    """Split an argument along the sequence: positions, rotary tables, a second sequence. Masks stay whole.
 
     Args:
-        name: By which the layer is given it, or the argument that holds it; empty where it is given by place.
-        value: Whole on every rank.
-        rule: How.
+        name: The argument's name, or that of the container it is in; empty if it is given by position.
+        value: The argument, whole on every rank; anything but a tensor is returned as it is.
+        rule: The rule.
         sequences: The ranks.
-        length: Of the whole sequence.
-        hidden: This rank's part of hidden states.
+        length: Of the whole sequence, in positions.
+        hidden: This rank's part of hidden states, `[batch, part, width]`.
+
+    Returns:
+        This rank's part, or the whole tensor with the gradient that whole tensors need.
     """
     if not isinstance(value, Tensor):
         return value
@@ -74,11 +85,12 @@ def cut_argument(name: str, value: Any, *, rule: CutRule, sequences: Sequences, 
     elif value.ndim == hidden.ndim and value.shape[-1] == hidden.shape[-1] and value.is_floating_point():
         other = value.shape[sequences.dim]
         if other != length and other == hidden.shape[sequences.dim]:
-            return value  # what an earlier layer returned: a part already
-        dims = [sequences.dim]  # another sequence of hidden states, such as an encoder's
+            return value  # returned by an earlier layer, so it is a part already
+        dims = [sequences.dim]  # a second sequence of hidden states, such as an encoder's
     else:
         dims = [dim for dim, size in enumerate(value.shape) if size == length]
-        if sequences.dim in dims and not rule.rows:  # another size may happen to be the length
+        # Another dimension, such as heads or width, may happen to be as long as the sequence.
+        if sequences.dim in dims and not rule.rows:
             dims = [sequences.dim]
         if rule.tables and not dims:
             return _rows(value, sequences, length)
@@ -93,7 +105,7 @@ def _is_of_samples(value: Tensor, hidden: Tensor, dim: int) -> bool:
 
 
 def _rows(table: Tensor, sequences: Sequences, length: int) -> Tensor:
-    """This part's rows of a table that is as long as the sequence, or longer; `table` itself where it is shorter."""
+    """Take this part's rows of a table that is as long as the sequence, or longer; a shorter table stays whole."""
     dim = next((dim for dim, size in enumerate(table.shape) if size >= length), None)
     if dim is None:
         return sequences.share(table)
@@ -102,12 +114,12 @@ def _rows(table: Tensor, sequences: Sequences, length: int) -> Tensor:
 
 @dataclass
 class PartOfTables:
-    """Inside this context, buffers of a layer have the rows of a part.
+    """Buffers of a layer that are replaced by the rows of this rank's part, between `enter` and `leave`.
 
     Args:
         layer: The layer.
         sequences: The ranks.
-        length: Of the whole sequence.
+        length: Of the whole sequence, in positions.
     """
 
     layer: nn.Module
@@ -116,7 +128,7 @@ class PartOfTables:
     _swapped: list[tuple[dict[str, Any], str, Tensor, Tensor]] = field(default_factory=list)
 
     def enter(self) -> None:
-        """Put parts in the place of buffers."""
+        """Replace buffers by their parts."""
         for child in self.layer.modules():
             for name, buffer in child._buffers.items():
                 if buffer is not None and (part := _rows(buffer, self.sequences, self.length)) is not buffer:
@@ -124,7 +136,7 @@ class PartOfTables:
                     child._buffers[name] = part
 
     def leave(self) -> None:
-        """Put the buffers back, but for those that the layer has made anew."""
+        """Put the buffers back, except those that the layer has replaced itself."""
         for buffers, name, whole, part in self._swapped:
             if buffers.get(name) is part:
                 buffers[name] = whole
@@ -132,13 +144,25 @@ class PartOfTables:
 
 
 def is_count_of_part(sequences: Sequences, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether these arguments of `torch.arange` count what is as long as a part, from 0 on."""
+    """Whether a call of `torch.arange` counts from 0 to the length of a part.
+
+    Args:
+        sequences: The ranks, and the lengths of parts.
+        args: Arguments of `torch.arange`.
+        kwargs: Those by name.
+    """
     *bounds, end = _bounds(args, kwargs)
     return bounds in ([], [0]) and isinstance(end, int) and sequences.is_part(end)
 
 
 def positions_of_part(sequences: Sequences, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """The positions of the part that these arguments of `torch.arange` count."""
+    """Positions of this rank's part in the whole sequence, `[part]`, in place of those that `torch.arange` counts.
+
+    Args:
+        sequences: The ranks, and the lengths of parts.
+        args: Arguments of `torch.arange`.
+        kwargs: Those by name.
+    """
     rest = {name: value for name, value in kwargs.items() if name not in _BOUNDS}
     return sequences.cut(torch.arange(sequences.whole_length(_bounds(args, kwargs)[-1]), **rest), 0)
 

@@ -1,8 +1,9 @@
 """Ring attention: queries stay, keys and values go round the ranks.
 
-Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers". The number of heads does not matter, fewer heads
-of keys and values are what is sent, and no rank ever holds the keys of a whole sequence. Sequences are folded
-(Grattafiori et al. 2024, "The Llama 3 Herd of Models", 3.3.2), so that ranks have equal work under a causal mask.
+Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers". The number of heads need not divide by the ranks,
+grouped heads of keys and values are sent before they are repeated, and no rank ever has the keys of a whole sequence.
+Sequences are folded (Grattafiori et al. 2024, "The Llama 3 Herd of Models", 3.3.2), so that ranks have equal work under
+a causal mask.
 """
 
 from __future__ import annotations
@@ -32,10 +33,24 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention` of parts of sequences: `[batch, heads, part, dim]`, for each argument as there.
+    """Compute `scaled_dot_product_attention` on parts of sequences, in a ring. A collective.
+
+    Args:
+        sequences: The ranks, and the lengths of parts.
+        query: `[batch, heads, part, dim]`.
+        key: `[batch, heads of keys, part, dim]`.
+        value: As `key`.
+        attn_mask: Must be ``None``, as a ring takes no mask.
+        dropout_p: Must be 0.
+        is_causal: Whether queries see earlier positions only.
+        scale: Factor of the products of queries and keys; by default ``dim ** -0.5``.
+        enable_gqa: Whether there may be fewer heads of keys than of queries; a ring always allows it.
+
+    Returns:
+        As `query`.
 
     Raises:
-        ConfigurationError: For what a ring cannot compute, with all reasons.
+        ConfigurationError: For anything that a ring cannot compute, with all reasons.
     """
     if violations := _violations(sequences, query, key, attn_mask, dropout_p, is_causal):
         raise ConfigurationError(violations)
@@ -47,7 +62,10 @@ def attend(
 
 
 def _as_attention_does(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """In the dtype of autocast, for one batch, and in memory as kernels want them."""
+    """Bring tensors to the dtype of autocast, one batch size and contiguous memory, as attention itself would.
+
+    Collectives and kernels below work outside of autocast and without broadcasting.
+    """
     tensors = [query, key, value]
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
@@ -100,15 +118,18 @@ def _violations(
 def attend_in_ring(
     query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, *, is_causal: bool, scale: float | None = None
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks in `group`.
+    """Compute attention of this rank's queries to the keys of all ranks in `group`. A collective.
 
     Args:
         query: `[batch, heads, part, dim]`, folded.
         key: `[batch, heads of keys, part, dim]`, folded; their number divides that of `query`.
         value: As `key`.
         group: The ranks that share the sequence.
-        is_causal: Whether positions see later ones.
-        scale: Of the products; by default one over the root of `dim`.
+        is_causal: Whether queries see earlier positions only.
+        scale: Factor of the products of queries and keys; by default ``dim ** -0.5``.
+
+    Returns:
+        As `query`.
     """
     attended: Tensor = _Ring.apply(query, key, value, group, is_causal, scale)
     return attended
@@ -147,11 +168,11 @@ class _Ring(torch.autograd.Function):
 
 
 class _Block:
-    """Attention of some queries to some keys, with the logarithms of the sums by which blocks are merged.
+    """Attention of the queries of one rank to the keys of another, with the log-sum-exp by which blocks are merged.
 
     Args:
         repeats: Heads of queries for each head of keys.
-        scale: Of the products.
+        scale: Factor of the products of queries and keys.
     """
 
     def __init__(self, repeats: int, scale: float) -> None:
@@ -176,7 +197,20 @@ class _Block:
         logsumexp: Tensor,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values, given `out` and `logsumexp` over all blocks of a row."""
+        """Compute the gradients of queries, keys and values of one block.
+
+        Args:
+            grad_out: Gradient of `out`.
+            query: `[batch, heads, part, dim]`.
+            key: `[batch, heads of keys, part, dim]`.
+            value: As `key`.
+            out: The output over all blocks, as `query`.
+            logsumexp: Over all blocks, `[batch, heads, part]`.
+            is_causal: Whether the block is on the diagonal, where queries see earlier positions only.
+
+        Returns:
+            The gradients, each as its tensor.
+        """
         keys, values = (each.repeat_interleave(self._repeats, 1) for each in (key, value))
         if _torch.attention.has_flash_attention(query, value):
             found = _torch.attention.flash_attention_backward(

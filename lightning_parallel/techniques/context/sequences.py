@@ -1,4 +1,4 @@
-"""How sequences are cut into the parts of ranks, and joined again."""
+"""Splitting of sequences into the parts of ranks, and joining of parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from lightning_parallel.ranks.collectives import copy_to, gather_from, padded, s
 
 
 class Sequences:
-    """What the layers of one stack share: the ranks, and how the sequences are cut that run through it now.
+    """The ranks that share sequences, and the lengths of the sequences in a stack at the moment.
+
+    One object is shared by all layers of a stack.
 
     Args:
         group: The ranks that share a sequence.
@@ -29,32 +31,49 @@ class Sequences:
 
     @property
     def dim(self) -> int:
-        """Which dimension of hidden states is the sequence."""
+        """The dimension of hidden states that is the sequence."""
         return self.lengths.dim
 
     def is_part(self, length: int) -> bool:
-        """Whether something of `length` is a part of a sequence that was cut."""
+        """Whether a dimension of size `length` is that of a part."""
         return length in self.lengths.whole
 
     def whole_length(self, length: int) -> int:
-        """The length of the sequence of which a part has `length`; `length` itself where nothing was cut."""
+        """Length of the sequence whose parts have `length` positions; `length` itself if nothing was split so."""
         return self.lengths.whole.get(length, length)
 
     def has_any(self, flag: bool, device: torch.device) -> bool:
-        """Whether any of the ranks has `flag`. An all-reduce."""
+        """Whether `flag` is true on any of the ranks. A collective.
+
+        Args:
+            flag: This rank's.
+            device: The device of the process group.
+        """
         found = torch.tensor(int(flag), device=device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         return bool(found)
 
     def cut(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part of `whole` along `dim`, padded with zeros."""
+        """Take this rank's part, padded with zeros. Backward gathers the gradients of all parts.
+
+        Args:
+            whole: A tensor that is equal on all ranks.
+            dim: The dimension along which it is split.
+        """
         local = self.lengths.add(whole.shape[dim])
+        # Gradients of parameters are averaged over these ranks afterwards, so each part of the loss has to count as
+        # often as there are ranks: `join` multiplies gradients by their number, and this divides by it again.
         if self.folds:
             whole = _folded(padded(whole, dim, local * self.num_ranks), dim, self.num_ranks)
         return scatter_to(whole, dim, self.group, local=local, scale=1 / self.num_ranks)
 
     def join(self, part: Tensor, dim: int) -> Tensor:
-        """The parts of all ranks along `dim`, without padding. An all-gather."""
+        """Join the parts of all ranks, without padding. An all-gather.
+
+        Args:
+            part: This rank's part.
+            dim: The dimension along which it was split.
+        """
         length = self.whole_length(part.shape[dim])
         if not self.folds:
             return gather_from(part, dim, self.group, length=length, scale=self.num_ranks)
@@ -62,12 +81,12 @@ class Sequences:
         return _unfolded(whole, dim, self.num_ranks).narrow(dim, 0, length)
 
     def share(self, value: Tensor) -> Tensor:
-        """`value`, whole on every rank, of which each uses something else: identity forward, mean backward."""
+        """Use a whole tensor on every rank: identity forward, mean all-reduce backward."""
         return copy_to(value, self.group, scale=1 / self.num_ranks) if value.requires_grad else value
 
 
 def _folded(whole: Tensor, dim: int, num_ranks: int) -> Tensor:
-    """Pieces 0 to 2n - 1 in the order 0, 2n - 1, 1, 2n - 2...: the part of rank r is pieces r and 2n - 1 - r."""
+    """Reorder pieces 0 to 2n - 1 as 0, 2n - 1, 1, 2n - 2...: the part of rank r is pieces r and 2n - 1 - r."""
     pieces = whole.chunk(2 * num_ranks, dim)
     return torch.cat([pieces[i] for rank in range(num_ranks) for i in (rank, 2 * num_ranks - 1 - rank)], dim)
 

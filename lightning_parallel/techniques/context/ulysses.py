@@ -27,7 +27,21 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention` of parts of sequences: `[batch, heads, part, dim]`, for each argument as there.
+    """Compute `scaled_dot_product_attention` on parts of sequences, each rank with some of the heads. A collective.
+
+    Args:
+        sequences: The ranks, and the lengths of parts.
+        query: `[batch, heads, part, dim]`.
+        key: `[batch, heads of keys, part, dim]`.
+        value: As `key`.
+        attn_mask: `[..., queries, keys]`, of parts or of whole sequences.
+        dropout_p: Probability with which attention weights are dropped.
+        is_causal: Whether queries see earlier positions only.
+        scale: Factor of the products of queries and keys; by default ``dim ** -0.5``.
+        enable_gqa: Whether there may be fewer heads of keys than of queries; always allowed here.
+
+    Returns:
+        As `query`.
 
     Raises:
         ConfigurationError: If the ranks cannot share the heads.
@@ -35,6 +49,7 @@ def attend(
     num_ranks = sequences.num_ranks
     if violation := _head_violation(query, key, num_ranks):
         raise ConfigurationError([violation])
+    # With fewer heads of keys than ranks, heads are repeated so that each rank gets the one that its queries need.
     repeats = max(1, num_ranks // key.shape[1])
     mask = None if attn_mask is None else _mask(sequences, attn_mask, query, key)
     q = _heads_for_positions(sequences, query, 1)
@@ -46,7 +61,7 @@ def attend(
 
 
 def _heads_for_positions(sequences: Sequences, states: Tensor, repeats: int) -> Tensor:
-    """`[batch, heads, part, dim]` to `[batch, heads / ranks, whole, dim]`."""
+    """Exchange positions for heads: `[batch, heads, part, dim]` to `[batch, heads / ranks, length, dim]`."""
     if repeats > 1:
         states = states.repeat_interleave(repeats, 1)
     if not sequences.is_part(states.shape[2]):  # whole on every rank already, such as keys of learned slots
@@ -56,7 +71,7 @@ def _heads_for_positions(sequences: Sequences, states: Tensor, repeats: int) -> 
 
 
 def _mask(sequences: Sequences, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask for whole sequences and this rank's heads."""
+    """Bring a mask to whole sequences and this rank's heads."""
     for dim, states in ((-1, key), (-2, query)):
         local = states.shape[2]
         if mask.ndim >= -dim and mask.shape[dim] == local != sequences.whole_length(local):

@@ -1,12 +1,13 @@
 """Deferred initialisation: record how a module makes its weights, and replay it tensor by tensor.
 
 `configure_model` runs with every new tensor on the meta device, where it takes no memory, while the operations that
-would have filled it are noted. After sharding they run for real, in the same order and from the same state of the
-random number generator, so that the numbers are those of an eager build; each tensor is cut into shards and freed as
-soon as its last operation is done. A rank holds its shards and little more than one whole tensor at a time.
+would have filled it are recorded. After sharding they run for real, in the same order and from the same state of the
+random number generator, so that the numbers are those of an eager build. Each tensor is sharded and freed as soon as
+its last operation is done, so a rank has its shards and little more than one whole tensor at a time.
 
-What cannot be recorded (values that steer the construction and are random, tensors kept where nobody finds them) is
-built eagerly instead, from the same random state. The idea is that of torchdistX's deferred initialisation.
+A module that cannot be recorded (construction depends on random values, or keeps tensors outside of parameters, buffers
+and attributes) is built eagerly instead, from the same random state. The idea is that of torchdistX's deferred
+initialisation.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from lightning_parallel.techniques.deferred_init.record import HostInsteadOfMeta
 
 
 class Deferral:
-    """Lets `configure_model` of a LightningModule be recorded, for as long as it is attached.
+    """Recording of a LightningModule's `configure_model`, for as long as it is attached.
 
     Args:
-        to_meta: Whether to record; otherwise, and where it cannot be recorded, the module is built eagerly, and also
-            where it asks for the meta device itself.
+        to_meta: Whether to record; otherwise, and where recording fails, the module is built eagerly, even if it asks
+            for the meta device itself.
         tell: Takes a sentence for the user.
     """
 
@@ -38,7 +39,7 @@ class Deferral:
         self._module: nn.Module | None = None
 
     def attach(self, module: nn.Module) -> None:
-        """Stand in for ``module.configure_model`` until `detach`."""
+        """Replace ``module.configure_model`` until `detach`."""
         self.record = None
         original: Any = module.configure_model
 
@@ -54,7 +55,7 @@ class Deferral:
         module.__dict__["configure_model"] = configure_model
 
     def detach(self) -> None:
-        """Give the module its own method back; what was recorded is forgotten."""
+        """Give the module its own method back, and forget the record."""
         if self._module is not None:
             self._module.__dict__.pop("configure_model", None)
         self._module = self.record = None
@@ -71,25 +72,30 @@ class Deferral:
             state.restore(_HOST)
             reason = f"{error}" if isinstance(error, NotRecordableError) else f"{type(error).__name__}: {error}"
             with HostInsteadOfMeta():
-                build()  # if this is the user's own error, it comes again
+                build()  # an error of the user's own code is raised again here
             self._tell(f"configure_model is not deferred, so each rank builds the whole module first ({reason})")
         else:
             self.record = record
 
 
 def unrecorded_meta_tensors(module: nn.Module, record: InitRecord | None) -> list[str]:
-    """Names of parameters and buffers on the meta device of which nobody knows how to make them."""
+    """Names of parameters and buffers on the meta device that the record cannot make.
+
+    Args:
+        module: The module after `configure_model`.
+        record: The record of its construction, if there is one.
+    """
     named = [*module.named_parameters(), *module.named_buffers()]
     return [name for name, tensor in named if tensor.is_meta and (record is None or not record.knows(tensor))]
 
 
 _Contents = dict[nn.Module, tuple[dict[str, Any], dict[str, dict[str, Any]]]]
-_HOST = torch.device("cpu")  # on which a recorded build draws
+_HOST = torch.device("cpu")  # whose random numbers a recorded build draws
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def _contents(module: nn.Module) -> _Contents:
-    """What hangs on each submodule, so that an attempt to build can be undone."""
+    """Attributes and tables of each submodule, from which an attempt to build can be undone."""
     return {m: (dict(vars(m)), {table: dict(getattr(m, table)) for table in _TABLES}) for m in module.modules()}
 
 

@@ -1,9 +1,9 @@
-"""How the tensors of a module were made: recorded on the meta device, replayed with an eager build's numbers.
+"""Record of a module's construction on the meta device, replayed with the numbers of an eager build.
 
-Every operation that would have filled a new tensor is noted, and done later, in the same order and from the same state
-of the random number generator. A tensor is handed over, cut into shards if need be, and freed as soon as its last
-operation is done, so that little more than one whole tensor is real at a time. The idea is that of torchdistX's
-deferred initialisation.
+Every operation that would have filled a new tensor is recorded, and run later, in the same order and from the same
+state of the random number generator. A tensor is put into the module, sharded where its parameter is, and freed as soon
+as its last operation is done, so that little more than one whole tensor is real at a time. The idea is that of
+torchdistX's deferred initialisation.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _READING = {"_local_scalar_dense", "_to_copy", "equal", "is_nonzero"}
 
 
 class NotRecordableError(Exception):
-    """What construction does cannot be replayed later with the same numbers."""
+    """Refusal of a construction that cannot be replayed later with the same numbers."""
 
 
 class InitRecord:
-    """How the tensors of a module were made on the meta device.
+    """Operations by which the tensors of a module were made on the meta device.
 
     Example:
         >>> record = InitRecord()
@@ -47,7 +47,7 @@ class InitRecord:
 
     def __init__(self) -> None:
         self._operations: list[Operation] = []
-        self._storages: dict[int, Any] = {}  # kept, so that no number is given twice
+        self._storages: dict[int, Any] = {}  # kept alive, so that no address is used for a second storage
         self._made: list[weakref.ref[Tensor]] = []
         self._rng_state = torch.get_rng_state()
         self._names: dict[str, Window] = {}
@@ -63,7 +63,11 @@ class InitRecord:
         self._modes.close()
 
     def finish(self, module: nn.Module) -> None:
-        """Note under which names the recorded tensors are found in `module`."""
+        """Note the names of the recorded tensors in `module`; call it when the construction has ended.
+
+        Raises:
+            NotRecordableError: If a tensor is kept where no name leads to it, or the seed was set meanwhile.
+        """
         self._check_random_state()
         self._names = {name: self.window(t) for name, t in _named_tensors(module) if t.is_meta and self.knows(t)}
         kept = {window.storage for window in self._names.values()}
@@ -77,8 +81,8 @@ class InitRecord:
 
         Args:
             module: The module that was recorded; its parameters may have become DTensors.
-            device: Where whole tensors go.
-            shards_on: Where shards go; `device` if not given.
+            device: The device of whole tensors.
+            shards_on: The device of shards; `device` if not given.
         """
         names: dict[int, list[str]] = defaultdict(list)
         for name, window in self._names.items():
@@ -93,6 +97,8 @@ class InitRecord:
         start, is_same = self._agreed_start(device)
         torch.set_rng_state(start)
         replay(self._operations, wanted=names, deliver=deliver)
+        # An eager build would have left the generator where the replay left it. That is kept only where this rank
+        # started from the common state and has drawn nothing since the recording.
         if not is_same or not torch.equal(after, self._rng_state):
             torch.set_rng_state(after)
 
@@ -101,7 +107,7 @@ class InitRecord:
         return tensor.untyped_storage()._cdata in self._storages
 
     def window(self, tensor: Tensor) -> Window:
-        """The window of a tensor on the meta device."""
+        """Describe a tensor on the meta device as a window onto its storage."""
         storage = tensor.untyped_storage()
         self._storages.setdefault(storage._cdata, storage)
         return Window(
@@ -109,7 +115,14 @@ class InitRecord:
         )
 
     def note(self, function: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Append one operation; views and empty tensors need none."""
+        """Record one operation; views and empty tensors need none.
+
+        Args:
+            function: The operation, of `torch.ops.aten`.
+            args: Its arguments.
+            kwargs: Those by name.
+            result: Its result on the meta device.
+        """
         is_random = torch.Tag.nondeterministic_seeded in function.tags
         if is_random:
             self._check_random_state(args, kwargs)
@@ -123,7 +136,7 @@ class InitRecord:
         overwritten = self._overwritten(function, args, inputs)
         reads = frozenset(window.storage for window in inputs) - ({overwritten} if overwritten is not None else set())
         if "dtype" in {a.name for a in function._schema.arguments} and outputs:
-            kwargs = {**kwargs, "dtype": outputs[0].dtype}  # the default dtype may be another one by then
+            kwargs = {**kwargs, "dtype": outputs[0].dtype}  # the default dtype may have changed before the replay
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         self._operations.append(
@@ -131,7 +144,7 @@ class InitRecord:
         )
 
     def _as_one_operation(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`function`, which fills its first argument with random numbers, noted as a whole."""
+        """Wrap `function`, which fills its first argument with random numbers, so that it is recorded as a whole."""
 
         def note(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             with _torch.modes.without_function_modes():
@@ -149,7 +162,11 @@ class InitRecord:
         return note
 
     def evaluate(self, tensor: Tensor) -> Tensor:
-        """The value of a recorded tensor now, for construction that depends on it."""
+        """Compute the value of a recorded tensor now, for construction that depends on it.
+
+        Raises:
+            NotRecordableError: If the value is random: drawing now and again in the replay would give two values.
+        """
         needed, chosen = {self.window(tensor).storage}, []
         for operation in reversed(self._operations):
             if operation.writes & needed:
@@ -183,14 +200,18 @@ class InitRecord:
 
     @staticmethod
     def _overwritten(function: Any, args: Any, inputs: Sequence[Window]) -> int | None:
-        """The storage whose former content no longer matters after this operation, if there is one."""
+        """Find the storage, if any, that this operation overwrites completely, so that its former content is dead."""
         if function.overloadpacket.__name__ not in _OVERWRITING or not isinstance(args[0], Window):
             return None
         others = [window for window in inputs if window is not args[0] and window.storage == args[0].storage]
         return args[0].storage if args[0].is_whole and not others else None
 
     def _agreed_start(self, device: torch.device) -> tuple[Tensor, bool]:
-        """Rank 0's random state and whether it is ours; with it, rank 0's copies of tensors that came from outside."""
+        """Broadcast rank 0's random state, and its copies of tensors that came from outside. A collective.
+
+        Returns:
+            The state of rank 0, and whether this rank's own is the same.
+        """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self._rng_state, True
         given = [leaf for o in self._operations for leaf in tree_leaves((o.args, o.kwargs)) if isinstance(leaf, Tensor)]
@@ -203,7 +224,7 @@ class InitRecord:
 
 
 class _Recorder(TorchDispatchMode):
-    """Sends new host tensors to the meta device and notes what is done to them."""
+    """Mode in which new host tensors go to the meta device, and operations on them are recorded."""
 
     def __init__(self, record: InitRecord) -> None:
         super().__init__()
@@ -243,10 +264,10 @@ class _Recorder(TorchDispatchMode):
 
 
 class HostInsteadOfMeta(TorchFunctionMode):
-    """Takes the meta device for the host: what is built under it does what it does in an eager build.
+    """Mode in which code sees the host in place of the meta device, and so builds as it would eagerly.
 
     Libraries skip their initialisation where they see the meta device (torch itself in `trunc_normal_` and
-    `orthogonal_`, transformers since 5.0), and then no record of it could be made.
+    `orthogonal_`, transformers since 5.0), and nothing would be recorded.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -260,7 +281,7 @@ class HostInsteadOfMeta(TorchFunctionMode):
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers and plain attributes, all names of each."""
+    """Tensors with their names: parameters, buffers and plain attributes, under all names of each."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
     for path, submodule in module.named_modules(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Doing for real what was noted on the meta device: in its order, a storage at a time."""
+"""Replay of recorded operations: in their order, each storage freed as soon as it is done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 @dataclass(frozen=True)
 class Window:
-    """A noted tensor: a window onto a storage, which is known by a number."""
+    """A recorded tensor, as a window onto a storage.
+
+    Attributes:
+        storage: The number of the storage.
+        dtype: Of the tensor.
+        size: Of the tensor.
+        stride: Of the tensor, in elements.
+        offset: Of its first element in the storage, in elements.
+        num_bytes: The size of the storage.
+    """
 
     storage: int
     dtype: torch.dtype
@@ -31,10 +40,17 @@ class Window:
 
 @dataclass(frozen=True)
 class Operation:
-    """A call that fills storages: windows stand for tensors in its arguments.
+    """A recorded call that fills storages.
 
     Attributes:
-        overwrites: The storage whose former content no longer matters after it, if there is one; not among `reads`.
+        function: An operation of `torch.ops.aten`, or an initializer.
+        args: Its arguments, with windows in place of tensors.
+        kwargs: Those by name.
+        outputs: Its results, as windows.
+        reads: The storages that it reads.
+        writes: The storages that it writes.
+        overwrites: The storage that it overwrites completely, if there is one; not among `reads`.
+        is_random: Whether it draws random numbers.
     """
 
     function: Any
@@ -48,7 +64,7 @@ class Operation:
 
     @property
     def storages(self) -> frozenset[int]:
-        """All storages that it touches."""
+        """All storages that it reads or writes."""
         return self.reads | self.writes
 
 
@@ -59,20 +75,21 @@ class Memory:
         self._real: dict[int, Any] = {}
 
     def view(self, window: Window) -> Tensor:
-        """The real tensor of a window, made empty if its storage is not real yet."""
+        """Return the real tensor of a window; its storage is made, unfilled, if it is not real yet."""
         if window.storage not in self._real:
             self._real[window.storage] = torch.empty(window.num_bytes, dtype=torch.uint8).untyped_storage()
         real = self._real[window.storage]
         return torch.empty(0, dtype=window.dtype).set_(real, window.offset, window.size, window.stride)
 
     def run(self, operation: Operation) -> None:
-        """Do for real what was noted."""
+        """Run a recorded operation for real."""
         args, kwargs = tree_map_only(Window, self.view, (operation.args, operation.kwargs))
         result = operation.function(*args, **kwargs)
         given = tree_leaves((operation.args, operation.kwargs))
         inputs = {window.storage for window in given if isinstance(window, Window)}
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for window, value in zip(operation.outputs, leaves, strict=bool(operation.outputs)):
+            # Results in a storage of the inputs are views or writes in place, and there already.
             if window.storage not in inputs:
                 self.view(window).copy_(value)
 
@@ -82,10 +99,15 @@ class Memory:
 
 
 def replay(operations: Sequence[Operation], *, wanted: Iterable[int], deliver: Callable[[int, Memory], None]) -> None:
-    """Do all operations; a storage is delivered and freed after the last one that touches it.
+    """Run all operations; a storage is delivered and freed after the last one that touches it.
 
-    It is freed before that, too, where the next operation overwrites it whole. What of `wanted` no operation touches
-    was made empty and never filled, and is delivered so, as an eager build leaves it.
+    It is also freed earlier, where the next operation that touches it overwrites it completely.
+
+    Args:
+        operations: In the order of recording.
+        wanted: Storages of the module. One that no operation touches was made empty and never filled, and is delivered
+            so, as an eager build leaves it.
+        deliver: Called with the number of a finished storage, and the memory that has it.
     """
     memory = Memory()
     finished, idle = _ends_of_use(operations)
@@ -102,7 +124,7 @@ def replay(operations: Sequence[Operation], *, wanted: Iterable[int], deliver: C
 
 
 def _ends_of_use(operations: Sequence[Operation]) -> tuple[list[set[int]], list[set[int]]]:
-    """For each operation, the storages that no later one touches, and those that the next one overwrites."""
+    """Find, for each operation, the storages that no later one touches, and those that the next one overwrites."""
     finished: list[set[int]] = [set() for _ in operations]
     idle: list[set[int]] = [set() for _ in operations]
     is_overwritten_next: dict[int, bool] = {}
@@ -119,9 +141,15 @@ def _ends_of_use(operations: Sequence[Operation]) -> tuple[list[set[int]], list[
 def put(
     module: nn.Module, name: str, value: Tensor, device: torch.device, shards_on: torch.device, made: dict[Any, Any]
 ) -> None:
-    """Put a whole value in the place of the tensor `name`: cut, if a DTensor stands there; once, if it is tied.
+    """Put a value in the place of a tensor on the meta device: sharded if that is a DTensor, once if it is tied.
 
-    `made` is what stands in the place of each tensor so far, and grows.
+    Args:
+        module: The module.
+        name: Of the parameter, buffer or attribute.
+        value: The whole tensor.
+        device: The device of whole tensors.
+        shards_on: The device of shards.
+        made: Meta tensor -> its replacement so far; grows with each call.
     """
     path, _, attribute = name.rpartition(".")
     holder = module.get_submodule(path)
@@ -130,6 +158,7 @@ def put(
         return
     if present not in made:
         value = value.detach().clone() if value.device == device else value.detach().to(device)
+        # Without a source rank, every rank takes its part of its own copy: no communication.
         if isinstance(present, DTensor):
             value = distribute_tensor(value, present.device_mesh, present.placements, src_data_rank=None).to(shards_on)
         is_parameter = isinstance(present, nn.Parameter)
