@@ -1,4 +1,4 @@
-"""Which dtype is used for what: a frozen rule with no model in it. Layer 1."""
+"""The dtypes of a sharded training step: a frozen rule with no model in it."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class DtypePolicy:
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, str):  # as in YAML and on the command line
+                # The dataclass is frozen; this is its documented way round that in `__post_init__`.
                 object.__setattr__(self, each.name, getattr(torch, value))
 
     @property
@@ -47,15 +48,13 @@ class DtypePolicy:
 
     @property
     def fsdp(self) -> MixedPrecisionPolicy:
-        """The same rule in FSDP2's words. Inputs are not cast: autocast decides operation by operation.
-
-        The dtype of reducing is always said: without it, torch before 2.15 takes that of `param`, and later the
-        parameters' own.
-        """
+        """The same rule as FSDP2's policy."""
         return MixedPrecisionPolicy(
             param_dtype=_dtype(self.param),
+            # Always given: without it, torch before 2.15 takes the dtype of `param`, and later the parameters' own.
             reduce_dtype=_dtype(self.reduce) or _dtype(self.param),
             output_dtype=_dtype(self.output),
+            # Autocast decides for each operation; integers and masks among the inputs would be cast as well.
             cast_forward_inputs=False,
         )
 
@@ -90,7 +89,7 @@ POLICIES: dict[str, DtypePolicy] = {
 
 
 def precision_violations(precision: object) -> list[str]:
-    """Why `precision` cannot be used under a sharding strategy; empty if it can."""
+    """Reasons why `precision` cannot be used under a sharding strategy; empty if it can."""
     if precision in POLICIES:
         return []
     return [f"precision={precision!r} is not possible under this strategy; possible: {', '.join(POLICIES)}"]

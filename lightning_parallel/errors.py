@@ -1,4 +1,4 @@
-"""The one exception with which a set-up is refused. Layer 0: no torch."""
+"""The one exception with which a set-up is refused. It imports no torch, so that anything may import it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class ConfigurationError(ValueError):
         return "\n".join([f"this set-up has {len(self.violations)} problems:", *numbered])
 
     def __reduce__(self) -> tuple[type[ConfigurationError], tuple[tuple[str, ...]]]:
+        # Pickle would call the class with `args`, which hold the text and not the violations.
         return type(self), (self.violations,)
 
 

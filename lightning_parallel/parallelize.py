@@ -53,10 +53,10 @@ class Parallelized:
     Args:
         mesh: The ranks.
         plan: What was done to it.
-        sharding: The part of the plan that says what is sharded with what on this rank.
-        snapshots: What the module was before each kind of change, in the order of these; the last is sharding.
-        lengths: What is split along the sequence now, for each stack in which it is.
-        cut: The stack of which each rank has some stages.
+        sharding: The sharded units of this rank and the parameters that stay whole.
+        snapshots: The module before each kind of change, in the order of application; the last is sharding.
+        lengths: Local and global sequence lengths, for each stack that splits sequences.
+        cut: The stack of which each rank has some stages; ``None`` without a pipeline.
     """
 
     mesh: Mesh
@@ -67,7 +67,7 @@ class Parallelized:
     cut: CutStack | None = None
 
     def replaced(self) -> dict[Tensor, Tensor]:
-        """The module's own parameter -> what stands in its place."""
+        """The module's own parameter -> the tensor that has replaced it."""
         return {own: current for snapshot in self.snapshots for own, current in snapshot.replaced()}
 
     def units(self, module: nn.Module) -> list[nn.Module]:
@@ -79,12 +79,18 @@ class Parallelized:
         return [parameter for name, parameter in module.named_parameters() if name in self.sharding.whole]
 
     def undo(self, module: nn.Module) -> dict[Tensor, nn.Parameter]:
-        """Make the module whole and plain on every rank. A collective. Returns sharded -> own parameter."""
+        """Make the module whole and plain on every rank. A collective.
+
+        Returns:
+            The tensor that had replaced a parameter -> the module's own parameter.
+        """
+        # A unit that is still gathered has its plain parameters registered in place of the shards.
         reshard_units(module)
         module.__dict__.pop(_KEY, None)
         if self.cut is not None:
             take_buffers_of_stages(module, self.cut.owners_by_name, self.mesh.pipeline_host_group)
-        # By name, and not by snapshot: what one stage split another one has never seen, and all take part in each.
+        # All ranks gather the same parameters in the order of the names. The snapshots differ between ranks: each rank
+        # of a pipeline has split and sharded the layers of its own stages only.
         replaced = set(self.replaced().values())
         values: dict[Tensor, Tensor] = {
             p: whole(p) for p in module.parameters() if p in replaced or stage_owners_of(p) is not None
@@ -93,17 +99,23 @@ class Parallelized:
         for snapshot in reversed(self.snapshots):
             own |= snapshot.restore(values.__getitem__)
         for parameter in module.parameters():
-            parameter.grad = None  # alike on all ranks: what was replaced has none
+            parameter.grad = None  # on all ranks alike: parameters that were replaced have none
         return own
 
 
 def parallelized(module: nn.Module) -> Parallelized | None:
-    """How `module` is parallel now, if it is: an earlier fit may have left it so."""
+    """The record of how `module` is parallel now; ``None`` if it is plain. An earlier fit may have left it parallel."""
     return module.__dict__.get(_KEY)
 
 
 def left_over_violations(module: nn.Module, degrees: Degrees, policies: Policies) -> list[str]:
-    """Reasons why a module that an earlier fit left sharded cannot be trained by other rules; empty if it can."""
+    """Reasons why a module that an earlier fit left sharded cannot be trained by other rules; empty if it can.
+
+    Args:
+        module: The user's module.
+        degrees: Resolved degrees of this fit.
+        policies: The rules of this fit.
+    """
     left = parallelized(module)
     differences = [] if left is None else left.plan.changes(degrees, policies)
     if not differences:
@@ -118,18 +130,17 @@ def left_over_violations(module: nn.Module, degrees: Degrees, policies: Policies
 def parallelize(
     module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, init: InitRecord | None = None
 ) -> Parallelized:
-    """Apply `plan` to `module`, in place. Needs the process group; a collective.
+    """Apply `plan` to `module`, in place; return the record by which it is undone. Needs the process group; collective.
 
     Args:
         module: The whole module, on the host, on the device, or recorded on the meta device.
-        plan: What to do to it.
+        plan: The changes to make.
         mesh: The ranks.
         device: This rank's device.
-        init: How to make the tensors that are on the meta device.
+        init: The record from which to make tensors that are on the meta device.
 
     Raises:
-        ConfigurationError: For a plan with violations, for tensors that cannot be made, and for parameters whose
-            gradients nobody reduces.
+        ConfigurationError: For violations, tensors that cannot be made, and parameters whose gradients nobody reduces.
     """
     check(plan.violations)
     policies = plan.policies
@@ -139,6 +150,7 @@ def parallelize(
     structure = plan.structure if cut is None else cut.local(plan.structure)
     stacks = [[(path, module.get_submodule(path)) for path in stack.layers] for stack in structure.stacks]
     with Snapshot(module) as tensor:
+        # While every rank still has every parameter: a broadcast over all ranks has to name the same tensors on each.
         synchronize_module(module, device)
         if cut is not None:
             cut.release(module, device)
@@ -150,12 +162,12 @@ def parallelize(
     with Snapshot(module) as sharding:
         shards = plan.sharding[0 if cut is None else cut.group.rank()]
         _shard(module, shards, policies, mesh, device, init)
-        if cut is None:
+        if cut is None:  # a pipeline gathers around each microbatch instead
             gather_in_steps(module, shards, policies.step_methods)
         for method in policies.forward_methods:
             gather_in_method(module, shards, method)
         if cut is not None:
-            cut.tag(module)
+            cut.tag(module)  # only now: sharding has replaced the parameter objects, which carry the tags
     _audit(module, shards, mesh)
     snapshots = (pipeline, tensor, context, layers, sharding)
     result = Parallelized(mesh, plan, shards, snapshots, tuple(lengths), cut)
@@ -168,7 +180,7 @@ def parallelize(
 def _split(
     module: nn.Module, plan: Plan, stacks: Sequence[Sequence[tuple[str, nn.Module]]], mesh: Mesh
 ) -> list[Lengths]:
-    """Tensor parallel: the layers, and what is split by tokens outside of them."""
+    """Apply tensor parallelism to the layers, and to embeddings and heads outside of them."""
     assert mesh.tensor is not None
     assert plan.tensor is not None
     tables, policies = plan.tensor.tables, plan.policies
@@ -187,7 +199,7 @@ def _shard(
     device: torch.device,
     init: InitRecord | None,
 ) -> None:
-    """FSDP2 around what the techniques before have left, and the tensors that are still to be made."""
+    """Shard with FSDP2 after all other changes, and make the tensors that were only recorded."""
     apply_sharding(
         module,
         plan,
@@ -198,6 +210,7 @@ def _shard(
         device=device,
     )
     if init is not None:
+        # After sharding, so that no rank ever holds the whole module.
         init.materialize(module, device, shards_on=torch.device("cpu") if policies.offload == "all" else device)
     finish_sharding(module, plan)
 
@@ -209,19 +222,23 @@ def transform_layers(
     *,
     buffers: torch.dtype | None = None,
 ) -> Snapshot:
-    """Change how the layers of the stacks compute, in place; `restore` of the result undoes it. No collective.
+    """Change how the layers of the stacks compute, in place. No collective.
 
     Args:
         module: The whole module.
-        structure: Where its layers are.
-        policies: What is done to each.
+        structure: The paths of its layers.
+        policies: The changes to each layer.
         buffers: Dtype of floating-point buffers in forward, of all submodules.
 
+    Returns:
+        A snapshot of the module before; its `restore` undoes the changes.
     """
     layers = [module.get_submodule(path) for path in structure.layers]
     recompute = parse_recompute(policies.recompute)
     assert recompute is not None
     with Snapshot(module) as snapshot:
+        # From the inside out: float8 replaces the linear maps, recomputation wraps the layer's forward, and compilation
+        # traces the result with both.
         if policies.float8 not in (None, "none"):
             apply_float8(layers, str(policies.float8))
         apply_buffer_dtype(module, buffers)
@@ -232,6 +249,7 @@ def transform_layers(
 
 
 def _audit(module: nn.Module, plan: ShardingPlan, mesh: Mesh) -> None:
+    # A parameter that nobody reduces raises no error in training: the ranks would drift apart unnoticed.
     if forgotten := unreduced_parameters(module, plan, mesh.sharding):
         raise ConfigurationError(
             [

@@ -1,7 +1,7 @@
-"""The plan of a module: what was found in it and what will be done to it, made once, before anything is changed.
+"""The plan of a module: its structure and the changes to make to it, worked out once, before anything is changed.
 
 A plan follows from a module, resolved degrees and policies. It needs no process group, holds no tensor, can be compared
-and printed. Refusals, `explain` and `parallelize` read it; none of them looks at the module again.
+and printed. Refusals, `explain` and `parallelize` read the plan and do not examine the module again.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from lightning_parallel.techniques.tensor.splits import describe_splits
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What will be done to one module.
+    """The changes that will be made to one module.
 
     Args:
         module: The name of its class.
-        structure: What was found in it.
+        structure: Its layer stacks, as found or as named by the user.
         degrees: Resolved degrees.
         policies: The rules.
         tensor: The split of each linear map; ``None`` with ``tensor=1``.
         pipeline: The stages; ``None`` with ``pipeline=1``, and where the stack cannot be cut.
         sharding: For each rank of the pipeline, the sharded units and what stays whole; empty where FSDP2 shards
             nothing (DDP, ZeRO-1, DataParallel).
-        violations: Reasons why it cannot be carried out, each with what is possible; empty if it can.
+        violations: Reasons why the plan cannot be carried out, each with the possible alternatives; empty if it can.
 
     Example:
         >>> print(build_plan(module, Degrees().resolve(8), Policies()).to_json())
@@ -62,7 +62,15 @@ class Plan:
     violations: tuple[str, ...] = ()
 
     def changes(self, degrees: Degrees, policies: Policies) -> list[str]:
-        """The rules in which this plan differs from `degrees` and `policies`, in words; empty if in none."""
+        """List the rules in which this plan differs from others.
+
+        Args:
+            degrees: Resolved degrees to compare with.
+            policies: Rules to compare with.
+
+        Returns:
+            A phrase for each difference; empty if there is none.
+        """
         pairs = {name: (getattr(self.policies, name), getattr(policies, name)) for name in vars(policies)}
         del pairs["step_methods"]  # the module's own
         pairs["degrees"] = self.degrees, degrees
@@ -74,7 +82,7 @@ class Plan:
 
 
 def build_plan(module: nn.Module, degrees: Degrees, policies: Policies) -> Plan:
-    """Plan what `policies` do to `module` on so many ranks. Changes nothing, and needs no process group.
+    """Plan what `policies` do to `module` on the ranks of `degrees`. Changes nothing, and needs no process group.
 
     Args:
         module: The whole module, on any device, as its author wrote it.
@@ -89,6 +97,7 @@ def build_plan(module: nn.Module, degrees: Degrees, policies: Policies) -> Plan:
     try:
         structure = find_layers(module, policies.layer.layers)
     except ConfigurationError as error:
+        # A plan in which only this is refused: without stacks, further reasons would follow from this one.
         structure = find_layers(module, [])
         return Plan(
             module=name, structure=structure, degrees=degrees, policies=policies, violations=tuple(error.violations)
@@ -104,7 +113,7 @@ def build_plan(module: nn.Module, degrees: Degrees, policies: Policies) -> Plan:
         plan = replace(plan, tensor=tensor)
     if structure.layers and degrees.pipeline != 1:
         size = _number(degrees.pipeline)
-        # What lies in the policy alone was refused when the Trainer was made.
+        # Faults of the policy alone were reported when the Trainer was made; here they only prevent planning stages.
         found = pipeline_violations(policies.pipeline, size) or cut_violations(
             module, structure, policies.pipeline, size
         )
@@ -112,17 +121,18 @@ def build_plan(module: nn.Module, degrees: Degrees, policies: Policies) -> Plan:
         if not found:
             plan = replace(plan, pipeline=plan_pipeline(module, structure, policies.pipeline, size))
     violations += _after_cutting(module, plan)
+    # Units of a plan that is refused are not used, and finding them may fail for the same reasons.
     plan = replace(plan, violations=tuple(violations))
     return plan if violations else replace(plan, sharding=_plan_shards(module, plan))
 
 
 def cut_again(plan: Plan, module: nn.Module, placement: Placement) -> Plan:
-    """The same plan with its stages cut by what a trace of a step has shown.
+    """Return the same plan with its stages cut according to the trace of a step.
 
     Args:
         plan: The plan of a module with a pipeline.
         module: The whole module.
-        placement: What the trace has shown.
+        placement: Where the traced step used each parameter, and the measured times if there are any.
     """
     assert plan.pipeline is not None
     size = plan.pipeline.stages.num_ranks
@@ -133,6 +143,7 @@ def cut_again(plan: Plan, module: nn.Module, placement: Placement) -> Plan:
 
 def module_key(module: nn.Module) -> tuple[Any, ...]:
     """A key that changes when the plan of `module` may change: names, classes, and which parameters are trained."""
+    # With duplicates: tied parameters and layers used twice are part of the structure.
     modules = tuple((path, type(child)) for path, child in module.named_modules(remove_duplicate=False))
     parameters = tuple((n, id(p), p.requires_grad) for n, p in module.named_parameters(remove_duplicate=False))
     return modules, parameters
@@ -144,7 +155,7 @@ def _number(degree: Any) -> int:
 
 
 def _layer_violations(module: nn.Module, plan: Plan) -> list[str]:
-    """Reasons that lie in what needs a stack."""
+    """Reasons that concern options which need a stack of layers."""
     degrees, policies = plan.degrees, plan.policies.layer
     cutting = {n: d for n in ("context", "tensor", "pipeline") if (d := getattr(degrees, n)) != 1}
     needs_stack: dict[str, object] = {**policies.are_on, **cutting}
@@ -158,7 +169,7 @@ def _layer_violations(module: nn.Module, plan: Plan) -> list[str]:
 
 
 def _after_cutting(module: nn.Module, plan: Plan) -> list[str]:
-    """Reasons that lie in what layers become, when it is known how they are split and cut."""
+    """Reasons that concern the layers, once it is known how they are split and cut."""
     paths, policies = plan.structure.layers, plan.policies
     layers = [module.get_submodule(path) for path in paths]
     splits_sequences = plan.degrees.context != 1 or (plan.degrees.tensor != 1 and policies.sequence)
@@ -183,13 +194,16 @@ def _plan_shards(module: nn.Module, plan: Plan) -> tuple[ShardingPlan, ...]:
 
 def _plan_shards_of(module: nn.Module, plan: Plan, structure: ModuleStructure, absent: frozenset[str]) -> ShardingPlan:
     policies, dtypes = plan.policies, plan.policies.sharding_dtypes
+    # Ranks that share a sequence also share parameters: their gradients are of different positions.
     num_sharers = plan.degrees.data * _number(plan.degrees.context)
     if num_sharers == 1 and dtypes.fsdp == DtypePolicy().fsdp and policies.offload != "all":
-        # FSDP2 would copy every parameter for each forward and backward, to no end.
+        # Over one rank, FSDP2 would copy every parameter in each forward and backward and save nothing.
         return keep_whole(module, absent)
     return plan_sharding(
         module,
         structure.units,
+        # Under manual optimization backward runs inside the module's own forward, and FSDP2 cannot reduce gradients of
+        # a unit whose forward has not ended.
         root_is_unit=not policies.backward_in_step,
         casts=dtypes.param is not None,
         absent=absent,

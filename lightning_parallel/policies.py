@@ -13,7 +13,7 @@ from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPolicies:
-    """What is done to each layer of the stacks, under every strategy.
+    """Changes to how each layer of the stacks computes, under every strategy.
 
     Args:
         layers: Path or paths of the layer stacks, where the search should not decide.
@@ -39,7 +39,7 @@ class Policies:
     """The rules of one strategy.
 
     Args:
-        layer: What is done to each layer.
+        layer: How each layer computes.
         shards: Whether parameters are sharded by FSDP2; DDP, ZeRO-1 and DataParallel keep them whole.
         step_methods: Methods that are called in place of the module's `forward`.
         forward_methods: Further methods, by dotted path, in which parameters are to be gathered.
@@ -79,7 +79,7 @@ class Policies:
 
     @property
     def given(self) -> dict[str, list[str]]:
-        """What differs from the defaults, by the degree that it belongs to."""
+        """Settings that differ from the defaults, in words, by the degree that they belong to."""
         ring = [] if self.context_attention == "ulysses" else [f"context_attention={self.context_attention!r}"]
         plan = [] if self.tensor_plan is None else ["tensor_plan"]
         sequence = ["sequence=True"] if self.sequence else []

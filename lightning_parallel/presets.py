@@ -1,4 +1,4 @@
-"""Names for `Trainer(strategy=...)`: a table, and the string in which options follow the name. Layer 6."""
+"""Names for `Trainer(strategy=...)`: a table, and the string in which options follow the name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_parallel.strategies.zero import ZeroStrategy
 
 @dataclass(frozen=True)
 class Preset:
-    """What a name stands for.
+    """The class and the arguments that a name stands for.
 
     Args:
         build: The strategy's class.
@@ -76,7 +76,7 @@ PRESETS: dict[str, Preset] = {
         {"pipeline": "node"},
     ),
 }
-"""Name -> what it stands for."""
+"""Name -> the class and the arguments that it stands for."""
 
 
 _MISSING = {
@@ -121,6 +121,7 @@ def register() -> None:
 
 def _parse_options(name: str, text: str) -> dict[str, Any]:
     """Options by the types in the class's signature; all that is wrong with them at once."""
+    # Imported here: a Trainer that is given a bare name does not need it.
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
@@ -144,6 +145,7 @@ def _parse_options(name: str, text: str) -> dict[str, Any]:
             try:
                 values[option] = getattr(instantiate(parser.parse_args([f"--{option}={value.strip()}"])), option)
             except Exception as error:
+                # jsonargparse has several exceptions for a wrong value, and wraps those that our own classes raise.
                 values[option] = None
                 if reasons := _own_reasons(error):
                     violations.extend(reasons)
@@ -156,7 +158,7 @@ def _parse_options(name: str, text: str) -> dict[str, Any]:
 
 
 def _own_reasons(error: BaseException | None) -> tuple[str, ...]:
-    """What a value of ours refused, inside of what the parser raised."""
+    """Violations of a :class:`ConfigurationError` of this package that the parser has wrapped in its own."""
     while error is not None and not isinstance(error, ConfigurationError):
         error = error.__cause__ or error.__context__
     return () if error is None else error.violations

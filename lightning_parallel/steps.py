@@ -1,6 +1,7 @@
-"""What happens around the steps of a sharded module, in order. Layer 3.
+"""The calls around the steps of a sharded module, in order.
 
-A microstep is: buffers, forward, watch, backward, reduce. A window is one or more microsteps and the update.
+A microstep is: synchronize buffers, forward, note which parameters were gathered, backward, reduce. A window is one or
+more microsteps and the update.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lightning_parallel.techniques.update_in_backward import UpdateInBackward
 
 
 class StepHooks:
-    """Calls that a strategy makes around its steps, in this order; for a module that is whole, most do nothing.
+    """Calls that a strategy makes around its steps, in this order; for a whole module, most do nothing.
 
     A microstep is begin, forward, backward; a window is one or more microsteps and the update.
 
@@ -45,13 +46,13 @@ class StepHooks:
 
         Args:
             optimizers: The user's.
-            handed_out: What the module is given in place of these, with methods of its own.
+            handed_out: Lightning's wrappers that the module sees in their place, with a `zero_grad` of their own.
         """
         if self._policies.offload == "optimizer":
             self._on_optimizers += [OffloadedState(optimizer) for optimizer in optimizers]
 
     def state_was_loaded(self) -> None:
-        """Bring what a checkpoint put on the device to where it waits."""
+        """Move optimizer state that a checkpoint put on the device back to host memory, if it is offloaded."""
         for added in self._on_optimizers:
             if isinstance(added, OffloadedState):
                 added.store()
@@ -66,15 +67,19 @@ class StepHooks:
         """Call it after a step without backward."""
 
     def begin_prediction(self, counts: Sequence[int | float]) -> None:
-        """Call it before prediction, with this rank's number of batches of each loader."""
+        """Call it before prediction.
+
+        Args:
+            counts: This rank's number of batches of each loader.
+        """
         self.begin()
 
     def lags_behind(self) -> bool:
-        """Call it after each batch of a prediction; whether other ranks have one more batch, and this rank does not."""
+        """Call it after each batch of a prediction. True if other ranks have one more batch than this rank."""
         return False
 
     def held(self) -> contextlib.AbstractContextManager[None]:
-        """Backward in here is not the last of its window."""
+        """Return a context in which a backward is not the last of its window."""
         return contextlib.nullcontext()
 
     def before_backward(self, loss: Tensor) -> None:
@@ -84,7 +89,7 @@ class StepHooks:
         """Call it after a backward."""
 
     def before_update(self) -> None:
-        """Call it when the gradients of a window are complete."""
+        """Call it after the last backward of a window, before the optimizer steps."""
 
     def after_update(self, optimizer: Optimizer) -> None:
         """Call it when `optimizer` has used its gradients."""
@@ -97,14 +102,14 @@ class StepHooks:
 
 
 class Steps(StepHooks):
-    """The steps of one module under one strategy; `close` takes off what it put on the optimizers.
+    """The steps of one module under one strategy; `close` removes its hooks from the optimizers.
 
     Args:
         module: The sharded module.
-        parallelized: How it is sharded, and by which rules.
+        parallelized: The record of how it is parallel.
         device: This rank's device.
-        ranks_on_device: How many ranks share its memory.
-        tell: Takes a sentence for the user.
+        ranks_on_device: Number of ranks that share the device's memory.
+        tell: Called with a sentence for the user.
     """
 
     def __init__(
@@ -129,9 +134,10 @@ class Steps(StepHooks):
         self._has_buffers = next(module.buffers(), None) is not None
         units = parallelized.units(module)
         stage = self._mesh.stage_host_group
-        # Zeros take the place of missing gradients for other ranks, and beside gradients that wait in a wider dtype.
+        # A parameter that this rank gathered but did not use gets a gradient of zeros: other ranks may have used it,
+        # and a reduction needs all ranks. On one rank it matters only where gradients are kept in a wider dtype.
         has_zeros = stage.size() > 1 or policies.sharding_dtypes.reduce is not None
-        # They are taken away after backward, when gradients would be used up if they were updated in it.
+        # The zeros of parameters that no rank used are removed after backward. An update in backward comes before that.
         self._unused = UnusedParameters(units if has_zeros and not policies.optimizer_in_backward else [], stage)
         self._reduction = GradientReduction(
             units,
@@ -159,16 +165,18 @@ class Steps(StepHooks):
     def begin(self) -> None:
         """Call it before a training step, and before a loop without training. A collective.
 
-        It gives every rank the buffers of rank 0, or of the first rank of its stage, and forgets the last step.
+        It gives every rank the buffers of rank 0, or of the first rank of its stage, and forgets the sequence lengths
+        of the last step.
         """
         for lengths in self._lengths:
             lengths.forget()
         if self._has_buffers:
+            # Ranks of different stages have different buffers, so only those of one stage can agree on them.
             is_cut = self._mesh.pipeline_group is not None
             synchronize_buffers(self._module, self._mesh.gradient_group if is_cut else None)
 
     def free_gathered(self) -> None:
-        """Free what a step left gathered, so that hooks which read or write parameters find the shards."""
+        """Free parameters that a step left gathered, so that hooks which read or write parameters find the shards."""
         reshard_units(self._module)
 
     @override
@@ -204,35 +212,41 @@ class Steps(StepHooks):
     @override
     def before_backward(self, loss: Tensor) -> None:
         """Let whole parameters be averaged when backward through `loss` ends, once a window."""
-        self._check_sequences()  # under manual optimization, the step has not ended yet
+        self._check_sequences()  # under manual optimization, `after_forward` comes only when the step has ended
         self._unused.watch()
         if self._reduction.is_first:
+            # Zeros of `zero_grad(set_to_none=False)` stay gradients, as in one process. In later microsteps, zeros may
+            # be those that replace missing gradients.
             self._unused.keep_present()
         self._reduction.before_backward()
+        # At the end of backward and not in `after_backward`, before which Lightning calls the hook `on_after_backward`:
+        # it finds averaged gradients.
         if self._averaged and loss.requires_grad and not self._reduction.is_held:
             _torch.autograd.after_backward(loss, self._average)
 
     @override
     def after_backward(self) -> None:
-        """Agree with the other ranks on what was used. A collective."""
+        """Agree with the other ranks on which parameters were used. A collective."""
         if self._is_manual:
             self._reduction.reduce_missed()
         if not self._reduction.holds_shards:
             self._unused.settle()
         self._reduction.after_backward()
-        if self._is_manual:  # the next forward may be of another optimizer, which freezes what this one trains
+        # The next forward may belong to another optimizer, with parameters frozen that this one trains. Only gathering
+        # takes over `requires_grad` from the shards.
+        if self._is_manual:
             self.free_gathered()
 
     @override
     def before_update(self) -> None:
-        """Reduce what a window held and never reduced: in a loop of the user's own, no backward may be the last."""
+        """Reduce gradients that are still held: under manual optimization, no backward may count as the last."""
         if self._reduction.reduce_rest():
             self._average()
             self._unused.settle()
 
     @override
     def after_update(self, optimizer: Optimizer) -> None:
-        """Free what is still gathered: it holds the values of before the update."""
+        """Free parameters that are still gathered: they hold the values from before the update."""
         self._unused.forget(parameter for group in optimizer.param_groups for parameter in group["params"])
         self.free_gathered()
         self._reduction.after_update()
@@ -242,7 +256,7 @@ class Steps(StepHooks):
 
 
 class PipelinedSteps(Steps):
-    """Steps of which forward and backward both run inside the step, microbatch by microbatch."""
+    """Steps that run forward and backward inside the step, microbatch by microbatch."""
 
     def before_microbatch_backward(self) -> None:
         """Call it before the backward of each microbatch."""
@@ -255,21 +269,22 @@ class PipelinedSteps(Steps):
         self._reduction.reduce_microbatches()
         if not self._reduction.holds_shards:
             self._unused.settle()
-        # In each microstep: what earlier ones of the window left is put aside meanwhile.
+        # In each microstep of a window. Gradients of earlier microsteps are set aside meanwhile (`GradientsOfStep`), so
+        # nothing is averaged or summed twice.
         self._average()
         sum_shared_gradients(list(self._module.parameters()))
 
     @override
     def _drop_held(self, parameters: Collection[Tensor]) -> None:
-        """Nothing: Lightning calls `zero_grad` when the backward of the step has been."""
+        """Do nothing: Lightning calls `zero_grad` after the step, when its gradients are there already."""
 
     @override
     def after_forward(self) -> None:
-        """Nothing: backward has been by now."""
+        """Do nothing: backward has run by now."""
 
     @override
     def before_backward(self, loss: Tensor) -> None:
-        """Nothing: what Lightning calls backward hands out gradients that are complete."""
+        """Do nothing: the backward that Lightning runs only hands out gradients that are complete."""
 
     @override
     def after_backward(self) -> None:

@@ -1,1 +1,1 @@
-"""One format for every strategy. Layer 2."""
+"""One checkpoint format for every strategy."""

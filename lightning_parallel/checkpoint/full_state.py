@@ -1,4 +1,4 @@
-"""Whole, plain checkpoints: what one process would have written, from and to any strategy. Layer 2.
+"""Whole, plain checkpoints, as one process would have written them, from and to any strategy.
 
 The file is Lightning's own: a plain `state_dict`, and optimizer states keyed by the parameter's number. It loads in
 Lightning without this package and in torch.
@@ -48,10 +48,15 @@ def whole(tensor: Tensor, owners: StageOwners | None = None) -> Tensor:
 
     Args:
         tensor: A parameter, buffer or optimizer state.
-        owners: Which stages hold it, where that is not noted on it.
+        owners: The stages that hold it, where it has no tag.
+
+    Returns:
+        A tensor of the whole shape; it shares memory with a plain `tensor` in host memory.
     """
     owners = owners or stage_owners_of(tensor)
     if owners is not None:
+        # Ranks of the owner's stage gather its shards among themselves; then each sends to its peers in other stages,
+        # which have a placeholder of the whole shape.
         here = _whole_here(tensor) if owners.counts_here else torch.empty(tensor.shape, dtype=tensor.dtype)
         return owners.from_owner(here)
     return _whole_here(tensor)
@@ -62,7 +67,7 @@ def take_buffers_of_stages(
 ) -> None:
     """Give every rank the buffers of all stages, in the sizes that they have now. A collective.
 
-    A step may have made some anew, and others that were not there before; the latter stay on the ranks of their stage.
+    A step may have given a buffer another size, or registered new ones; the latter stay on the ranks of their stage.
 
     Args:
         module: The module.
@@ -88,7 +93,9 @@ def _whole_here(tensor: Tensor) -> Tensor:
         # Offloaded shards lie in host memory, while their process group moves device memory.
         on_device: Any = tensor.to(tensor.device_mesh.device_type)
         placements = list(tensor.placements)
-        for dim in range(len(placements)):  # one axis after the other: what is cut twice was cut by the last axis first
+        # One axis after the other, the tensor axis last: where FSDP2 shards a dimension that tensor parallel has split,
+        # the parts were split before they were sharded.
+        for dim in range(len(placements)):
             placements[dim] = Replicate()
             on_device = on_device.redistribute(placements=placements)
         tensor = on_device.to_local()
@@ -100,8 +107,8 @@ def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False) -> di
 
     Args:
         module: The module, sharded or not.
-        keep: Whether this rank wants the result; others get ``{}`` and hold one tensor at most.
-        copy: Whether to copy what is in host memory already.
+        keep: Whether this rank wants the result; others get ``{}`` and hold one tensor at a time.
+        copy: Whether to copy tensors that are in host memory already, so that training does not change the result.
     """
     first_names, owners_by_name = _first_names(module), all_stage_owners(module)
     result: dict[str, Any] = {}
@@ -122,12 +129,14 @@ def whole_optimizer_state(optimizer: Optimizer, *, keep: bool, is_cut: bool = Tr
     Args:
         optimizer: The optimizer.
         keep: Whether this rank wants the result.
-        is_cut: Whether its parameters are cut as the module is now, and not whole since an earlier fit has ended.
+        is_cut: Whether it trains the parameters that the module has now. Those of an earlier fit are whole again, and
+            their state is not gathered a second time.
     """
     state = optimizer.state_dict()
     gathered = {}
     for number, parameter in enumerate(_parameters(optimizer)):
         entries = state["state"].get(number)
+        # Also without entries here: a rank of another stage has none, and still takes part in the broadcast.
         if is_cut and (owners := stage_owners_of(parameter)) is not None:
             gathered[number] = _from_owner(entries, owners)
         elif entries is not None:
@@ -139,6 +148,11 @@ def whole_optimizer_state(optimizer: Optimizer, *, keep: bool, is_cut: bool = Tr
 def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> None:
     """Load a plain ``state_dict`` into `module`, sharded or not. Every rank has the whole dict; no collective.
 
+    Args:
+        module: The module, changed in place.
+        state_dict: Names of the plain module -> whole tensors in host memory.
+        strict: Whether missing and unexpected names are errors.
+
     Raises:
         RuntimeError: torch's own, for keys and shapes that do not match.
     """
@@ -147,7 +161,12 @@ def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, s
 
 
 def load_whole_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a plain optimizer's ``state_dict()`` into `optimizer`, whose parameters may be sharded. No collective."""
+    """Load a plain optimizer's ``state_dict()`` into `optimizer`, whose parameters may be sharded. No collective.
+
+    Args:
+        optimizer: Changed in place.
+        state: Whole tensors in host memory; every rank has all of it.
+    """
     parameters = _parameters(optimizer)
     shards = {
         number: {name: _like_state(value, parameters[number]) for name, value in entries.items()}
@@ -162,7 +181,7 @@ def make_optimizer_whole(optimizer: Optimizer, own: Mapping[Tensor, Tensor]) -> 
 
     Args:
         optimizer: Changed in place: the object, its groups and its schedulers are kept.
-        own: What stood in a parameter's place -> the module's own parameter (`Snapshot.restore`).
+        own: The tensor that had replaced a parameter -> the module's own parameter (`Snapshot.restore`).
     """
 
     def whole_state(state: dict[str, Any] | None, old: Tensor, new: Tensor) -> dict[str, Any] | None:
@@ -174,14 +193,14 @@ def make_optimizer_whole(optimizer: Optimizer, own: Mapping[Tensor, Tensor]) -> 
 
 
 def make_optimizer_sharded(optimizer: Optimizer, sharded: Mapping[Tensor, Tensor]) -> None:
-    """Give `optimizer` what stands in the place of the module's own parameters, with its state cut alike.
+    """Give `optimizer` the tensors that have replaced the module's own parameters, with its state sharded alike.
 
-    Optimizers that were made before the module was sharded hold parameters that nobody uses any more: those of
+    Optimizers that were made before the module was sharded refer to parameters that are no longer used: those of
     LightningCLI, and those made in a module's `__init__`.
 
     Args:
         optimizer: Changed in place: the object, its groups and its schedulers are kept.
-        sharded: The module's own parameter -> what stands in its place.
+        sharded: The module's own parameter -> the tensor that has replaced it.
     """
 
     def sharded_state(state: dict[str, Any] | None, old: Tensor, new: Tensor) -> dict[str, Any] | None:
@@ -195,10 +214,11 @@ def _replace_parameters(
     replacement: Mapping[Tensor, Tensor],
     convert: Callable[[dict[str, Any] | None, Tensor, Tensor], dict[str, Any] | None],
 ) -> None:
-    """Put others in the place of parameters; `convert` makes their state from the state, the old and the new one."""
+    """Replace parameters; `convert` makes the state of the new one from the state, the old and the new parameter."""
     for group in optimizer.param_groups:
         for index, old in enumerate(group["params"]):
             group["params"][index] = new = replacement.get(old, old)
+            # Always called: `convert` may be a collective, and other ranks have state where this one has none.
             state = convert(optimizer.state.pop(old, None), old, new)
             if state is not None and not is_placeholder(new):
                 optimizer.state[new] = state
@@ -220,7 +240,7 @@ def _whole_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """Name of a parameter -> the first of its names: one gather for tied weights, decided alike on all ranks."""
+    """Name of a parameter -> the first of its names, so that tied weights are gathered once, on all ranks alike."""
     first: dict[Tensor, str] = {}
     return {name: first.setdefault(p, name) for name, p in module.named_parameters(remove_duplicate=False)}
 
@@ -249,14 +269,14 @@ def _like(value: Any, target: Any) -> Any:
 def _like_state(value: Any, parameter: Tensor) -> Any:
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.ndim == 0:
         return value
-    # Factored moments have other shapes than the parameter; torch makes those whole on every rank.
+    # Factored moments have other shapes than the parameter. They are whole on every rank.
     same = value.shape == parameter.shape
     placements = parameter.placements if same else [Replicate()] * parameter.device_mesh.ndim
     return _sharded(value, parameter, placements)
 
 
 def _sharded(value: Tensor, target: DTensor, placements: Any) -> Tensor:
-    # Without a source rank, every rank cuts its shard out of its own copy: no communication.
+    # Without a source rank, every rank takes its shard from its own copy, without communication.
     on_device = value.detach().to(target.device_mesh.device_type)
     shard = distribute_tensor(on_device, target.device_mesh, placements, src_data_rank=None)
     return shard.to(target.device)

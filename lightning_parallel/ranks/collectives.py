@@ -2,12 +2,11 @@
 
 Each is a pair of primitives, one for the forward and one for the backward: the identity, `part_of`, `all_reduced`,
 `gathered`, `scattered` or `exchanged`. A whole tensor is equal on all ranks of a group; a part is one rank's own; a
-summand is what the ranks have to add up.
+summand is one of the terms, one on each rank, whose sum is wanted.
 
-Gradients are those of the loss where nothing is averaged over these ranks afterwards (tensor parallel). Where gradients
-of parameters are averaged over them (context parallel), every part of the loss has to count as often as there are
-ranks: `scale` multiplies gradients on their way between what is whole and the parts, by the number of ranks where parts
-are joined, and by one over it where a whole is split.
+Without `scale`, gradients are those of the loss, as tensor parallel needs: it averages nothing over these ranks
+afterwards. Context parallel averages gradients of parameters over its ranks, so the loss has to count once for each
+rank. There `scale` is the number of ranks where parts are joined, and one over it where a whole tensor is split.
 """
 
 from __future__ import annotations
@@ -30,22 +29,32 @@ def copy_to(whole: Tensor, group: ProcessGroup, *, scale: float = 1.0) -> Tensor
     """Identity forward, all-reduce backward (Megatron's f).
 
     Args:
-        whole: Equal on all ranks, of which each goes on with it in its own way.
+        whole: `[...]`, equal on all ranks, each of which computes something else with it.
         group: The ranks.
-        scale: Multiplies the gradient.
+        scale: Factor of the gradient.
     """
     return paired(whole, alias, partial(all_reduced, group=group), scale=scale)
 
 
 @_torch.modes.not_compiled
 def copy_all_to(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """`copy_to` for several tensors, whose gradients travel together: one all-reduce for each dtype."""
+    """`copy_to` for several tensors, whose gradients are reduced together: one all-reduce for each dtype.
+
+    Args:
+        tensors: Each `[...]`, equal on all ranks.
+        group: The ranks.
+    """
     return list(_CopyAll.apply(group, *tensors)) if tensors else []
 
 
 @_torch.modes.not_compiled
 def reduce_from(summand: Tensor, group: ProcessGroup) -> Tensor:
-    """All-reduce forward, identity backward (Megatron's g)."""
+    """All-reduce forward, identity backward (Megatron's g): the sum `[...]`, equal on all ranks.
+
+    Args:
+        summand: `[...]`, this rank's term of the sum.
+        group: The ranks.
+    """
     return paired(summand, partial(all_reduced, group=group), _unchanged)
 
 
@@ -57,8 +66,8 @@ def scatter_to(whole: Tensor, dim: int, group: ProcessGroup, *, local: int | Non
         whole: `[..., length, ...]`, equal on all ranks.
         dim: The dimension of `length`.
         group: The ranks.
-        local: How many entries a part has, the last ones padded with zeros; by default all have equal parts.
-        scale: Multiplies the gradient.
+        local: Entries of each part, those of the last ranks padded with zeros; by default `length / ranks`.
+        scale: Factor of the gradient.
 
     Returns:
         `[..., local, ...]`.
@@ -72,14 +81,14 @@ def scatter_to(whole: Tensor, dim: int, group: ProcessGroup, *, local: int | Non
 def gather_from(
     part: Tensor, dim: int, group: ProcessGroup, *, length: int | None = None, scale: float = 1.0
 ) -> Tensor:
-    """All-gather forward, this rank's part backward: all ranks go on alike.
+    """All-gather forward, this rank's part backward; correct where all ranks compute the same with the result.
 
     Args:
         part: `[..., local, ...]`, this rank's.
         dim: The dimension of `local`.
         group: The ranks.
-        length: How many entries there are without padding; by default all.
-        scale: Multiplies the gradient.
+        length: Number of entries without padding; by default there is none.
+        scale: Factor of the gradient.
 
     Returns:
         `[..., length, ...]`, equal on all ranks.
@@ -90,7 +99,14 @@ def gather_from(
 
 @_torch.modes.not_compiled
 def gather_from_sequence(part: Tensor, dim: int, group: ProcessGroup, *, length: int | None = None) -> Tensor:
-    """All-gather forward, reduce-scatter backward: as `gather_from`, but each rank goes on in its own way."""
+    """All-gather forward, reduce-scatter backward; for `gather_from` where ranks compute different things with it.
+
+    Args:
+        part: `[..., local, ...]`, this rank's.
+        dim: The dimension of `local`.
+        group: The ranks.
+        length: Number of entries without padding; by default there is none.
+    """
     forward = partial(gathered, dim=dim, length=_length(part, dim, group, length), group=group)
     return paired(part, forward, partial(scattered, dim=dim, local=part.shape[dim], group=group))
 
@@ -100,10 +116,10 @@ def reduce_scatter_to_sequence(summand: Tensor, dim: int, group: ProcessGroup, *
     """Reduce-scatter forward, all-gather backward.
 
     Args:
-        summand: `[..., length, ...]`, to be added up over the ranks.
+        summand: `[..., length, ...]`, this rank's term of the sum.
         dim: The dimension of `length`.
         group: The ranks.
-        local: How many entries a part has, the last ones padded with zeros.
+        local: Entries of each part, those of the last ranks padded with zeros.
 
     Returns:
         `[..., local, ...]`: this rank's part of the sum.
@@ -114,26 +130,39 @@ def reduce_scatter_to_sequence(summand: Tensor, dim: int, group: ProcessGroup, *
 
 @_torch.modes.not_compiled
 def all_to_all(states: Tensor, scatter: int, gather: int, group: ProcessGroup) -> Tensor:
-    """All-to-all both ways: a part along dimension `gather` for a part along dimension `scatter`.
+    """All-to-all both ways: exchange a part along dimension `gather` for a part along dimension `scatter`.
 
     Args:
-        states: Whole along `scatter`, whose size the ranks divide, and a part along `gather`.
+        states: Whole along `scatter`, whose size the number of ranks divides, and a part along `gather`.
         scatter: The dimension that is split.
         gather: The dimension that is joined.
         group: The ranks.
+
+    Returns:
+        `[batch, length, heads / ranks, width]` for `[batch, length / ranks, heads, width]`, for example.
     """
     forward = partial(exchanged, scatter=scatter, gather=gather, group=group)
     return paired(states, forward, partial(exchanged, scatter=gather, gather=scatter, group=group))
 
 
 def stacked(own: Tensor, group: ProcessGroup) -> Tensor:
-    """Tensors `[...]` of all ranks as `[ranks, ...]`: all-gather forward, reduce-scatter backward."""
+    """Stack the tensors of all ranks as `[ranks, ...]`: all-gather forward, reduce-scatter backward.
+
+    Args:
+        own: `[...]`, this rank's.
+        group: The ranks.
+    """
     return gather_from_sequence(own[None], 0, group)
 
 
 @_torch.modes.not_compiled
 def share_gradient(whole: Tensor, group: ProcessGroup) -> Tensor:
-    """Identity forward; backward divides by the number of ranks, as if each had an equal part in the gradient."""
+    """Identity forward, division by the ranks backward, where complete gradients of all ranks will be added up.
+
+    Args:
+        whole: `[...]`, equal on all ranks.
+        group: The ranks.
+    """
     return paired(whole, alias, _unchanged, scale=1 / group.size())
 
 
@@ -143,7 +172,14 @@ def share_gradient(whole: Tensor, group: ProcessGroup) -> Tensor:
 def paired(
     tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor], *, scale: float = 1.0
 ) -> Tensor:
-    """``forward(tensor)``, whose gradient is ``scale * backward(gradient)``."""
+    """``forward(tensor)``, whose gradient is ``scale * backward(gradient)``.
+
+    Args:
+        tensor: `[...]`.
+        forward: Returns another tensor object, never its argument; it and `backward` are each other's transpose.
+        backward: Maps a gradient of the result to one of `tensor`.
+        scale: Factor of the gradient.
+    """
     result: Tensor = _Paired.apply(tensor, forward, partial(_scaled, backward, scale))
     return result
 
@@ -160,7 +196,8 @@ class _Paired(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         forward, backward = ctx.pair
         gradient = gradients[0]
-        # What a gradient of this gradient takes is the forward: it, too, counts each part as often as there are ranks.
+        # The two are each other's transpose, so the gradient of this gradient is the forward. It takes no `scale`:
+        # gradients of gradients count once for each rank as well.
         back = _Paired.apply(gradient, backward, forward) if gradient.requires_grad else backward(gradient)
         return back, None, None
 
@@ -174,6 +211,7 @@ class _CopyAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, *tensors: Tensor) -> Any:
         ctx.group = group
+        # A tensor that was not used has no gradient on any rank, as all compute alike: nothing to reduce.
         ctx.set_materialize_grads(False)
         return tuple(alias(tensor) for tensor in tensors)
 
@@ -187,7 +225,7 @@ class _CopyAll(torch.autograd.Function):
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """`tensor` as another object: autograd functions may not return what they are given."""
+    """`tensor` as another object of the same memory: autograd functions may not return their own arguments."""
     return tensor.view_as(tensor)
 
 
@@ -196,21 +234,40 @@ def _unchanged(gradient: Tensor) -> Tensor:
 
 
 def part_of(whole: Tensor, dim: int, local: int, group: ProcessGroup) -> Tensor:
-    """This rank's `local` entries of `whole` along `dim`, padded with zeros; a copy."""
+    """This rank's part `[..., local, ...]` of `whole`, padded with zeros and contiguous.
+
+    Args:
+        whole: `[..., length, ...]`, equal on all ranks.
+        dim: The dimension of `length`.
+        local: Entries of each part.
+        group: The ranks.
+    """
     length = whole.shape[dim]
     begin = min(group.rank() * local, length)
     return padded(whole.narrow(dim, begin, max(0, min(local, length - begin))), dim, local).contiguous()
 
 
 def all_reduced(summand: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over the ranks."""
+    """The sum over the ranks; `summand` itself is not changed.
+
+    Args:
+        summand: `[...]`, this rank's term.
+        group: The ranks.
+    """
+    # A copy, because the collective works in place; contiguous, because backends take nothing else.
     total = summand.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
 def all_reduced_together(tensors: Sequence[Tensor], group: ProcessGroup, *, divisor: int = 1) -> list[Tensor]:
-    """The sums over the ranks of tensors that are divided by `divisor` before: one all-reduce for each dtype."""
+    """The sums over the ranks of several tensors, with one all-reduce for each dtype.
+
+    Args:
+        tensors: Each `[...]`, in the same order on all ranks.
+        group: The ranks.
+        divisor: By which the tensors are divided before, so that a mean does not overflow in 16 bits.
+    """
     sums: list[Tensor] = list(tensors)
     by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
@@ -226,8 +283,16 @@ def all_reduced_together(tensors: Sequence[Tensor], group: ProcessGroup, *, divi
 
 
 def scattered(summand: Tensor, dim: int, local: int, group: ProcessGroup) -> Tensor:
-    """This rank's part of the sum over the ranks, `local` entries along `dim`."""
+    """This rank's part `[..., local, ...]` of the sum over the ranks.
+
+    Args:
+        summand: `[..., length, ...]`, this rank's term.
+        dim: The dimension of `length`.
+        local: Entries of each part.
+        group: The ranks.
+    """
     size = group.size()
+    # The collective splits the first dimension, so the parts of the ranks are put one behind the other there.
     parts = torch.cat(padded(summand, dim, local * size).chunk(size, dim)).contiguous()
     part = parts.new_empty(parts.shape[0] // size, *parts.shape[1:])
     _torch.groups.reduce_scatter(part, parts, group)
@@ -235,7 +300,14 @@ def scattered(summand: Tensor, dim: int, local: int, group: ProcessGroup) -> Ten
 
 
 def gathered(part: Tensor, dim: int, length: int, group: ProcessGroup) -> Tensor:
-    """The parts of all ranks along `dim`, `length` entries without padding."""
+    """The parts of all ranks joined as `[..., length, ...]`, without padding.
+
+    Args:
+        part: `[..., local, ...]`, this rank's.
+        dim: The dimension of `local`.
+        length: Number of entries without padding.
+        group: The ranks.
+    """
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, part.contiguous(), group=group)
     whole = torch.cat(parts, dim)
@@ -243,7 +315,14 @@ def gathered(part: Tensor, dim: int, length: int, group: ProcessGroup) -> Tensor
 
 
 def exchanged(states: Tensor, scatter: int, gather: int, group: ProcessGroup) -> Tensor:
-    """This rank's part along `scatter` of what the ranks hold, joined along `gather`."""
+    """This rank's part along `scatter` of the tensors of all ranks, joined along `gather`.
+
+    Args:
+        states: As of `all_to_all`.
+        scatter: The dimension that is split.
+        gather: The dimension that is joined.
+        group: The ranks.
+    """
     parts = torch.stack(states.chunk(group.size(), scatter)).contiguous()
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
@@ -251,7 +330,13 @@ def exchanged(states: Tensor, scatter: int, gather: int, group: ProcessGroup) ->
 
 
 def padded(part: Tensor, dim: int, length: int) -> Tensor:
-    """`part` with zeros at the end of `dim`, up to `length` entries."""
+    """`part` with zeros at its end, `[..., length, ...]`; `part` itself where nothing is missing.
+
+    Args:
+        part: `[..., local, ...]`.
+        dim: The dimension of `local`.
+        length: Entries with the zeros.
+    """
     missing = length - part.shape[dim]
     if not missing:
         return part

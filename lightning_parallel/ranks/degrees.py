@@ -1,4 +1,4 @@
-"""How many ranks each kind of parallelism has. Layer 0: arithmetic and checks only, no torch."""
+"""The number of ranks of each kind of parallelism: arithmetic and checks only, no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Degrees:
 
     ``"node"`` stands for the ranks of one machine. ``"auto"`` is, by axis:
 
-    - ``shard``: what the other axes leave over;
+    - ``shard``: all ranks divided by the product of the other degrees;
     - ``replicate``: one group a machine; on a single machine two groups (one, if it has one rank);
     - ``tensor``: a whole machine where there are several; on a single machine two ranks (one, if it has one).
 
@@ -49,11 +49,12 @@ class Degrees:
             local_world_size: The ranks on one machine; all of them, if not given.
 
         Raises:
-            ConfigurationError: With every degree that cannot hold, and the possible values.
+            ConfigurationError: With every degree that is not possible, and the possible values.
         """
         local = local_world_size or world_size
         check(self._malformed())
         numbers = {name: _number(name, degree, world_size, local) for name, degree in self._items()}
+        # ``shard`` comes last, as its ``"auto"`` depends on all others.
         others = math.prod(number for name, number in numbers.items() if name != "shard" and number is not None)
         if numbers["shard"] is None:
             check(self._not_dividing(numbers, others, world_size))
@@ -110,7 +111,12 @@ class Degrees:
 
 
 def reshard_violations(reshard: str | int, shard: int) -> list[str]:
-    """Why `reshard` cannot hold on an axis of `shard` ranks; empty if it can."""
+    """Reasons why `reshard` is not possible; empty if it is.
+
+    Args:
+        reshard: The setting, as given.
+        shard: The number of ranks over which parameters are sharded.
+    """
     if reshard in ("always", "never"):
         return []
     if isinstance(reshard, int) and not isinstance(reshard, bool) and reshard >= 1 and shard % reshard == 0:
@@ -129,6 +135,8 @@ def _number(name: str, degree: Degree, world_size: int, local: int) -> int | Non
     if name == "shard":
         return None
     num_nodes = world_size // local
+    # Traffic within a machine is faster than between machines: ``tensor`` stays inside, copies are one a machine. On a
+    # single machine two is the least number with an effect, so that the preset can be tried anywhere.
     if name == "replicate":
         return num_nodes if num_nodes > 1 else min(2, world_size)
     return local if num_nodes > 1 else min(2, local)

@@ -6,13 +6,20 @@ from collections.abc import Iterable
 
 
 def divisors(number: int, *, at_most: int | None = None) -> list[int]:
-    """The divisors of `number` in ascending order, those up to `at_most` if it is given."""
+    """The divisors of a number, in ascending order.
+
+    Args:
+        number: Greater than 0; others have none.
+        at_most: The largest divisor to return, if given.
+    """
     end = number if at_most is None else min(number, at_most)
     return [n for n in range(1, end + 1) if number % n == 0]
 
 
 def degrees_for_heads(heads: int, kv_heads: int) -> list[int]:
-    """How many ranks can share the heads of an attention: where they outnumber those of keys, these are repeated.
+    """The numbers of ranks that can share the heads of an attention, in ascending order.
+
+    Where there are more ranks than heads of keys and values, several ranks have the same one of these.
 
     Args:
         heads: Heads of queries.

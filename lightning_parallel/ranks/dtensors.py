@@ -1,4 +1,4 @@
-"""Tensors of which other ranks may hold other parts, and those that are whole, in one way."""
+"""One way to read sharded and whole tensors."""
 
 from __future__ import annotations
 

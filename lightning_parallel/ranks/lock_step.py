@@ -1,4 +1,4 @@
-"""Ranks that have different numbers of batches, in lock step."""
+"""Lock step for ranks that have different numbers of batches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 
 class PredictionLockStep:
-    """Says after which batch this rank has to run one more, because another rank has one more. A collective to make.
+    """Tell after which batch this rank has to run one more, because another rank has one more.
 
     Lightning repeats no sample in prediction, so ranks may differ by a batch; a sharded module gathers its parameters
-    on all ranks or on none.
+    on all ranks or on none. Making the object is a collective.
 
     Args:
         counts: This rank's number of batches of each loader.
@@ -29,6 +29,6 @@ class PredictionLockStep:
         self._done = 0
 
     def is_short_after_this(self) -> bool:
-        """Call once a batch; whether it was the last of a loader that has one more elsewhere."""
+        """Call once a batch. True if it was the last of a loader that has one more batch on another rank."""
         self._done += 1
         return self._done in self._short_ends

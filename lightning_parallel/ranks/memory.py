@@ -1,7 +1,7 @@
-"""Memory of a device, and of the host: how much there is, how much is free, and how much was used at most.
+"""Memory of a device and of the host, in bytes: total, free, and the peak of this process.
 
-The host is this process's share of a machine as the kernel sees it: within the limit of its control groups (containers,
-batch systems), not what the machine has.
+The host's memory is bounded by the limits of this process's control groups (containers, batch systems), which may be
+far less than what the machine has.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def host_memory() -> int:
 def free_memory(device: torch.device) -> int:
     """Bytes that this process could still allocate on `device`, if nobody else does meanwhile.
 
-    On an accelerator that is what the driver says is free and what torch's allocator holds unused. On the host (and on
-    devices that share its memory) it is what the kernel calls available, within the limit of the container; other
-    processes of this machine have not been given their part.
+    On an accelerator that is the driver's free memory and what torch's allocator holds unused. On the host (and on
+    devices that share its memory) it is what the kernel calls available, within the limit of the container; the needs
+    of other processes of this machine are not subtracted.
 
     Args:
         device: The device of this process.
@@ -51,11 +51,11 @@ def free_memory(device: torch.device) -> int:
 
 
 def usable_memory(device: torch.device, *, num_processes: int) -> int:
-    """Bytes that this process may allocate in all on `device`.
+    """Bytes that this process may allocate in total on `device`; an equal share, where that is the host.
 
     Args:
-        device: The device of this process. Of the host it is an equal part, as other processes need theirs.
-        num_processes: How many processes share this machine.
+        device: The device of this process.
+        num_processes: Number of processes that share this machine.
     """
     if not _has_own_memory(device):
         return host_memory() // max(1, num_processes)
@@ -66,15 +66,18 @@ def usable_memory(device: torch.device, *, num_processes: int) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Let `peak_memory` count from now on. Returns whether it does: only accelerators and Linux can.
+    """Let `peak_memory` count from now on. Only accelerators and Linux can.
 
     Elsewhere, and where a sandbox forbids it, the host's peak is that of the whole life of the process.
 
     Args:
         device: The device of this process.
+
+    Returns:
+        Whether the peak counts from now on.
     """
     if _has_own_memory(device):
-        if accelerator.memory_stats(device):  # else nothing was allocated yet, of which torch 2.11 makes an error
+        if accelerator.memory_stats(device):  # torch 2.11 and 2.13 raise if nothing was allocated yet
             accelerator.reset_peak_memory_stats(device)
         return True
     with contextlib.suppress(OSError):
@@ -84,10 +87,10 @@ def reset_peak_memory(device: torch.device) -> bool:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process held at once on `device` since `reset_peak_memory`.
+    """The most bytes that this process had at once on `device` since `reset_peak_memory`.
 
-    On an accelerator that is what torch allocated. On the host it is the resident set, which also holds the program and
-    what the allocator did not give back.
+    On an accelerator that is what torch allocated. On the host it is the resident set, which includes the program and
+    memory that the allocator did not give back.
 
     Args:
         device: The device of this process.
@@ -102,7 +105,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def headroom(device: torch.device) -> int:
-    """Bytes of `device` that were still free when this process held the most since `reset_peak_memory`.
+    """Bytes of `device` that were still free at the peak of this process since `reset_peak_memory`.
 
     Args:
         device: The device of this process.
@@ -147,10 +150,10 @@ def _cgroup_limits() -> Iterator[tuple[int, int]]:
 
 
 def _cgroup_folders() -> Iterator[tuple[Path, tuple[str, str]]]:
-    """Every folder of control groups that may say something, with the names of its files.
+    """Every folder of control groups that may have a limit, with the names of its files.
 
-    A container sees its own group as the root. Outside of one, a process lives in a group of its own below the root,
-    and every group on the way has a say.
+    A container sees its own group as the root. Outside of one, a process is in a group somewhere below the root, and
+    the limit of every group on the way applies.
     """
     of_version_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
     own: dict[str, str] = {}
@@ -170,7 +173,7 @@ def _upwards(root: Path, path: str) -> Iterator[Path]:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Bytes of files in memory that the kernel drops first: a group's use counts them, but they are free."""
+    """Bytes of the inactive page cache: they count as a group's use, but the kernel frees them when it needs memory."""
     for line in (_read(folder / "memory.stat") or "").splitlines():
         key, _, value = line.partition(" ")
         if key in ("inactive_file", "total_inactive_file") and value.isdigit():

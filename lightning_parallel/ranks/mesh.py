@@ -1,4 +1,4 @@
-"""Build the device mesh of resolved degrees, and ask it by purpose. Layer 1."""
+"""Build the device mesh of resolved degrees, with names for the purposes of its axes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ AXES = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks as a grid, asked by what one wants to do with it.
+    """The ranks as a grid; each attribute is the part of it for one purpose.
 
     Args:
         degrees: Resolved degrees.
         devices: The mesh of all ranks, with an axis for each degree.
         data: One axis: the ranks that read different samples, over which losses and metrics are reduced.
-        sharding: What FSDP2 takes: the axis to shard over, behind the axis to replicate over if there is one.
-        gradients: One axis: the ranks whose gradients are averaged, which read other samples or other parts of these.
-        host_group: All ranks, for what they agree on in host memory.
+        sharding: The mesh for FSDP2: the axis to replicate over if there is one, then the axis to shard over.
+        gradients: One axis: the ranks whose gradients are averaged; they read other samples or other parts of these.
+        host_group: All ranks, for decisions taken together in host memory.
         stage_host_group: The ranks that hold the same layers, in host memory: all of them without a pipeline.
         pipeline_host_group: The ranks that share a stack stage by stage, in host memory; ``None`` without a pipeline.
     """
@@ -91,21 +91,22 @@ _built = _Built()
 def build_mesh(
     degrees: Degrees, device_type: str, *, innermost: str = "tensor", timeout: timedelta | None = None
 ) -> Mesh:
-    """Build the mesh of resolved `degrees` on ``"cpu"`` or ``"cuda"``. A collective; needs the process group.
+    """Build the mesh of resolved `degrees`. A collective; needs the process group.
 
-    For the same arguments it is the same mesh again, as long as the process group lives: each group of a mesh keeps
-    threads, connections and, under NCCL, memory of the device until then, and a process may fit many times.
+    The same arguments give the same mesh again, as long as the process group lives: each group of a mesh keeps threads,
+    connections and, under NCCL, memory of the device until then, and a process may fit many times.
 
     Args:
-        degrees: Of each axis.
-        device_type: Of the ranks' devices.
-        innermost: The degree whose ranks are neighbours, and so on one machine as far as they fit there.
-        timeout: How long collectives wait for a missing rank; by default as long as torch's.
+        degrees: The ranks on each axis.
+        device_type: The type of the ranks' devices, ``"cpu"`` or ``"cuda"``.
+        innermost: The degree whose ranks are neighbours, and therefore on one machine as far as they fit there.
+        timeout: The time for which collectives wait for a missing rank; by default torch's.
 
     Example:
         >>> mesh = build_mesh(Degrees().resolve(world_size=4), "cpu")
     """
     assert dist.group.WORLD is not None
+    # Groups of a process group that was destroyed are dead; the next fit of this process makes new ones.
     if _built.world is not dist.group.WORLD:
         _built.world, _built.meshes = dist.group.WORLD, {}
     key = (degrees, device_type, innermost, timeout)
@@ -126,6 +127,7 @@ def _groups(mesh: Mesh) -> list[ProcessGroup]:
 
 
 def _new_mesh(degrees: Degrees, device_type: str, innermost: str) -> Mesh:
+    # The sort is stable and False comes first: `innermost` moves to the end, all others keep their order.
     sizes = {AXES[name]: getattr(degrees, name) for name in sorted(AXES, key=lambda name: name == innermost)}
     # The shard axis always exists, so that every model is sharded in the same way; other axes of one rank do not.
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == AXES["shard"]}
@@ -135,6 +137,7 @@ def _new_mesh(degrees: Degrees, device_type: str, innermost: str) -> Mesh:
     own: Any = None if backend is None else dict.fromkeys(sizes, backend)
     devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=own)
     data, sharding, gradients = _data_meshes(devices, degrees)
+    # Flags and shapes are exchanged in host memory, so that no rank waits for its device.
     world = dist.group.WORLD if device_type == "cpu" else dist.new_group(backend="gloo")
     assert isinstance(world, ProcessGroup)
     if degrees.pipeline == 1:
@@ -145,7 +148,10 @@ def _new_mesh(degrees: Degrees, device_type: str, innermost: str) -> Mesh:
 
 
 def _own_backend(device_type: str) -> str | None:
-    """What an axis of all ranks has a group of its own of, instead of sharing that of the process: see `_torch`."""
+    """The backend of the mesh's own groups; ``None`` if an axis of all ranks may share the group of the process.
+
+    Under gloo it may not: see `_torch.groups.gloo_of_one_thread`.
+    """
     return "gloo" if device_type == "cpu" and "cpu:gloo" in dist.get_backend_config().split(",") else None
 
 
@@ -157,9 +163,9 @@ def _host_group(all_ranks: list[list[int]]) -> ProcessGroup:
 
 
 def _data_meshes(devices: DeviceMesh, degrees: Degrees) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
-    """The ranks that read different samples, what is sharded over, and the ranks whose gradients are averaged.
+    """The meshes `data`, `sharding` and `gradients` of :class:`Mesh`.
 
-    Ranks that share a sequence have gradients of different parts of it, so parameters are sharded over them, too.
+    Ranks that share a sequence have gradients of different parts of it, so parameters are sharded over them as well.
     """
     replicate, shard, context = AXES["replicate"], AXES["shard"], AXES["context"]
     flattened = functools.partial(_torch.groups.flattened, backend=_own_backend(devices.device_type))

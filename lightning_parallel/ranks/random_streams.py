@@ -1,4 +1,4 @@
-"""States of random number generators, and streams: other numbers on ranks that read other samples, also on resume."""
+"""States of random number generators, and streams that differ between ranks which read different samples."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _STRIDE = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class RandomState:
-    """The state of every generator that code draws from without naming one.
+    """The states of all default generators.
 
     Args:
-        host: torch's generator of the host.
-        device: That of one accelerator; ``None`` without one.
-        python: That of `random`.
-        numpy: That of `numpy.random`.
+        host: The state of torch's generator of the host.
+        device: The state of one accelerator's; ``None`` without one.
+        python: The state of `random`.
+        numpy: The state of `numpy.random`.
     """
 
     host: Tensor
@@ -34,12 +34,12 @@ class RandomState:
 
     @classmethod
     def take(cls, device: torch.device) -> RandomState:
-        """The state now, on a rank with `device`; of the host's generators alone, where that is the host."""
+        """Return the present state on a rank with `device`; without a device's generator, where that is the host."""
         on_device = torch.get_device_module(device).get_rng_state(device) if _is_seeded(device) else None
         return cls(torch.get_rng_state(), on_device, random.getstate(), np.random.get_state())
 
     def restore(self, device: torch.device) -> None:
-        """Make it the state again."""
+        """Set all generators to this state."""
         torch.set_rng_state(self.host)
         if self.device is not None and _is_seeded(device):
             torch.get_device_module(device).set_rng_state(self.device, device)
@@ -47,7 +47,7 @@ class RandomState:
         np.random.set_state(self.numpy)
 
     def to_plain(self) -> dict[str, Any]:
-        """The same in types that any checkpoint may hold."""
+        """The state in types that ``torch.load(weights_only=True)`` accepts."""
         version, numbers, gauss = self.python
         name, keys, *rest = self.numpy
         return {
@@ -59,7 +59,7 @@ class RandomState:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> RandomState:
-        """What `to_plain` returned."""
+        """Return the state from which `to_plain` made `plain`."""
         version, numbers, gauss = plain["python"]
         name, keys, position, has_gauss, cached = plain["numpy"]
         numpy = (name, keys.numpy().astype(np.uint32), int(position), int(has_gauss), cached)
@@ -68,7 +68,7 @@ class RandomState:
 
 @contextlib.contextmanager
 def unchanged_generators(device: torch.device) -> Iterator[None]:
-    """When this closes, every generator is where it was: what is drawn in here changes nothing outside.
+    """Restore every generator at the end, so that numbers drawn in this context change nothing outside.
 
     Args:
         device: This rank's device, or the host where nothing on a device draws.
@@ -81,17 +81,18 @@ def unchanged_generators(device: torch.device) -> Iterator[None]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed every generator that code draws from without naming one."""
+    """Seed all default generators."""
     _seed_torch(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # numpy takes 32 bits only
 
 
 @contextlib.contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """In here, torch's generators of the host and of this device draw from `seed`; then they go on where they were.
+    """Let torch's generators of the host and of this device draw from `seed` here, and continue as before afterwards.
 
-    Around each layer of a step: those of `random` and `numpy` would cost more than the layers' own.
+    It is used around each layer of a step, so `random` and `numpy` are left out: their states take longer to save than
+    torch's.
     """
     device = _used_accelerator()
     devices, kind = ([], "cuda") if device is None else ([device], device.type)
@@ -101,25 +102,31 @@ def drawing_from(seed: int) -> Iterator[None]:
 
 
 def seed_of_part(seed: int, part: int) -> int:
-    """The seed of the stream of one of several parts that share `seed`."""
+    """Return the seed for one of several parts (data ranks, microbatches, parts of a sequence) that share a seed.
+
+    Args:
+        seed: The shared seed.
+        part: The number of the part.
+    """
     return (seed + part * _STRIDE) % 2**63
 
 
 def data_rank_stream(data_rank: int, *, progress: int, device: torch.device) -> RandomState:
-    """The beginning of a stream of one of the ranks that share a seed; what is drawn from now stays as it is.
+    """Return the start of the stream of one data rank; the generators themselves stay as they are.
 
     Args:
-        data_rank: The place among the ranks that read different samples; peers that share samples share it, too.
-        progress: How many updates there were: a run that resumes does not begin the stream again.
+        data_rank: The rank among those that read different samples; ranks that share samples share the stream.
+        progress: The number of updates so far, so that a run that resumes does not repeat the numbers of the first.
         device: This rank's device.
     """
     with unchanged_generators(device):
+        # Part 0 is the shared seed itself, from which hooks and loaders draw on all ranks.
         seed_generators(seed_of_part(torch.initial_seed() + progress, data_rank + 1))
         return RandomState.take(device)
 
 
 def _is_seeded(device: torch.device) -> bool:
-    """Whether there is a generator for each device of this kind, beside the host's."""
+    """Whether devices of this kind have generators of their own beside the host's."""
     return device.type not in ("cpu", "mps", "meta")
 
 
@@ -128,13 +135,14 @@ def _used_accelerator() -> torch.device | None:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not _is_seeded(accelerator):
         return None
+    # Reading the state would initialize the device, which takes memory and rules out forked workers.
     if not torch.get_device_module(accelerator).is_initialized():
         return None
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def _seed_torch(seed: int) -> None:
-    """`torch.manual_seed`, but for the stack of its caller, which that notes for each kind of device never used."""
+    """Seed as `torch.manual_seed`, which also records its caller's stack for each device type not used yet: slow."""
     torch.default_generator.manual_seed(seed)
     if (device := _used_accelerator()) is not None:
         torch.get_device_module(device).manual_seed_all(seed)

@@ -1,4 +1,4 @@
-"""Which ranks of a pipeline hold a parameter or buffer: tags on the parameters of a module whose stack is cut."""
+"""Tags on the parameters of a module whose stack is cut: the ranks of the pipeline that hold each of them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class StageOwners:
     """The ranks of a pipeline that hold a parameter or buffer.
 
     Args:
-        ranks: Places on the pipeline axis; the first is the owner, whose value counts.
-        group: The ranks of the pipeline.
-        host_group: The same, for host memory.
+        ranks: Ranks on the pipeline axis; the first is the owner, whose value is taken in collectives.
+        group: All ranks of the pipeline.
+        host_group: The same ranks, for host memory.
     """
 
     ranks: tuple[int, ...]
@@ -36,7 +36,7 @@ class StageOwners:
 
     @property
     def counts_here(self) -> bool:
-        """Whether it is this rank that counts it, where each is to count once."""
+        """Whether this rank is the owner: sums over parameters, such as norms, count each only there."""
         return self.group.rank() == self.ranks[0]
 
     def from_owner(self, value: Tensor) -> Tensor:
@@ -55,31 +55,42 @@ class StageOwners:
 
 
 def broadcast_object(value: Any, source: int, group: ProcessGroup) -> Any:
-    """The value that rank `source` of `group` gives, on all of its ranks. A collective."""
+    """Return the value of one rank on all ranks of a group. A collective.
+
+    Args:
+        value: Any object that can be pickled; ignored on other ranks than `source`.
+        source: The rank in `group`.
+        group: The ranks, for host memory.
+    """
     box = [value if group.rank() == source else None]
     dist.broadcast_object_list(box, group=group, group_src=source)
     return box[0]
 
 
 def tag_owners(module: nn.Module, owners_by_name: Mapping[str, StageOwners]) -> None:
-    """Note on the parameters of `module`, and on itself, which ranks hold what: by name, buffers included."""
+    """Tag the parameters of a module with their owner ranks; buffers are listed on the module itself.
+
+    Args:
+        module: The module on which the tags are put.
+        owners_by_name: Name of a parameter or buffer -> the ranks that hold it.
+    """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         setattr(parameter, _OWNERS, owners_by_name[name])
     module.__dict__[_ALL_OWNERS] = dict(owners_by_name)
 
 
 def untag_owners(module: nn.Module) -> None:
-    """Take the notes off the parameters of a `module` that every rank has whole again."""
+    """Remove the tags from the parameters of a `module` that every rank has whole again."""
     for parameter in module.parameters():
         vars(parameter).pop(_OWNERS, None)
 
 
 def stage_owners_of(parameter: Tensor) -> StageOwners | None:
-    """Which ranks of a pipeline hold `parameter`; ``None`` without a pipeline."""
+    """The ranks of a pipeline that hold `parameter`; ``None`` without a pipeline."""
     return getattr(parameter, _OWNERS, None)
 
 
 def all_stage_owners(module: nn.Module) -> Mapping[str, StageOwners]:
-    """Name of a parameter or buffer -> which ranks of a pipeline hold it; empty without a pipeline."""
+    """Name of a parameter or buffer -> the ranks of a pipeline that hold it; empty without a pipeline."""
     found: Mapping[str, StageOwners] = module.__dict__.get(_ALL_OWNERS, {})
     return found
