@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel import build_strategy
-from tests.jobs.lifecycle import loader
+from tests.data import loader
 from tests.models.cases import CASES
 from tests.parity import make_trainer
 

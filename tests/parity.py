@@ -1,21 +1,25 @@
-"""Train a case under a strategy and under plain Lightning in one process, and compare."""
+"""Train a module under a strategy and under plain Lightning in one process, and compare."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-import lightning_parallel
-from tests.models.cases import CASES, REFUSED_CASES, loader_of
+from lightning_parallel import build_strategy, full_state_dict
+from lightning_parallel.callbacks import GradientNorm
+from tests.data import STEPS, batches
+from tests.models.tables import MODULES
+from tests.names import num_readers
 
-STEPS = 5
-GLOBAL_BATCH = 8
 TOLERANCE = 1e-5
 """fp32 sums in another order: five steps of these models differ by some 1e-7 where nothing is wrong."""
 
@@ -25,21 +29,22 @@ PARITY = "parity"
 
 @dataclass
 class Outcome:
-    """What a run is judged by. Only rank 0 has weights."""
+    """What a run is judged by. Only rank 0 has weights; norms of gradients are there if `GradientNorm` logged them."""
 
     losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
     initial: dict[str, Tensor] = field(default_factory=dict)
     final: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Recorder(Callback):
-    """Notes the loss of each global batch, and the weights before the first step."""
+    """Notes the loss of each global batch and the norm of its gradients, and the weights before the first step."""
 
     def __init__(self) -> None:
         self.outcome = Outcome()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.outcome.initial = lightning_parallel.full_state_dict(trainer)
+        self.outcome.initial = full_state_dict(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs["loss"].detach().clone()
@@ -47,6 +52,8 @@ class Recorder(Callback):
             dist.all_reduce(loss)
             loss /= trainer.world_size
         self.outcome.losses.append(loss.item())
+        if "grad_norm" in trainer.callback_metrics:
+            self.outcome.norms.append(float(trainer.callback_metrics["grad_norm"]))
 
 
 def make_trainer(strategy: Any, num_ranks: int, **kwargs: Any) -> L.Trainer:
@@ -65,26 +72,61 @@ def make_trainer(strategy: Any, num_ranks: int, **kwargs: Any) -> L.Trainer:
     return L.Trainer(**{**defaults, **kwargs})
 
 
-def train(case: str, optimizer: str, strategy: str, num_ranks: int, **kwargs: Any) -> Outcome:
-    """Five steps; on every rank of a pool, or in one process with ``strategy="auto"`` and one rank."""
+def trainer_for(strategy: str, num_ranks: int, **kwargs: Any) -> L.Trainer:
+    """A quiet trainer with the strategy of that name and its options, or Lightning's own with ``"auto"``."""
+    return make_trainer("auto" if strategy == "auto" else build_strategy(strategy), num_ranks, **kwargs)
+
+
+def train_module(
+    make: Callable[[], L.LightningModule],
+    loader: Any,
+    strategy: str,
+    num_ranks: int,
+    *,
+    norms: bool = False,
+    **kwargs: Any,
+) -> Outcome:
+    """One epoch of any module, clipped; on every rank of a pool, or in one process with ``strategy="auto"``."""
     L.seed_everything(3, verbose=False)
-    module = (CASES | REFUSED_CASES)[case](optimizer)
-    recorder = Recorder()
+    module, recorder = make(), Recorder()
     if module.automatic_optimization:
         kwargs.setdefault("gradient_clip_val", 0.5)
-    built = strategy if strategy == "auto" else lightning_parallel.build_strategy(strategy)
-    trainer = make_trainer(built, num_ranks, callbacks=[recorder], **kwargs)
-    readers = num_readers(strategy.partition(":")[0], num_ranks)
-    trainer.fit(module, loader_of(case, steps=STEPS, global_batch=GLOBAL_BATCH, num_ranks=readers))
-    recorder.outcome.final = lightning_parallel.full_state_dict(trainer)
+    callbacks = [GradientNorm(), recorder] if norms else [recorder]
+    trainer = trainer_for(strategy, num_ranks, callbacks=callbacks, **kwargs)
+    trainer.fit(module, loader)
+    recorder.outcome.final = full_state_dict(trainer)
     return recorder.outcome
 
 
-def num_readers(name: str, num_ranks: int) -> int:
-    """How many ranks read other samples."""
-    if name in ("dp_custom", "cp_custom", "tp_custom", "pp_custom"):
-        return 1
-    return num_ranks // 2 if name == "fsdp_tp_custom" else num_ranks
+def train(
+    case: str, optimizer: str, strategy: str, num_ranks: int, readers: int | None = None, **kwargs: Any
+) -> Outcome:
+    """Five steps of a module of `tests.models`.
+
+    Args:
+        case: The name of the module.
+        optimizer: ``"sgd"`` or ``"adamw"``.
+        strategy: A name, with options or without; ``"auto"`` is plain Lightning.
+        num_ranks: How many ranks run this.
+        readers: How many of them read different samples; by itself that of the name.
+        kwargs: Of `train_module`, and of the Trainer.
+    """
+    readers = num_readers(strategy.partition(":")[0], num_ranks) if readers is None else readers
+    make = functools.partial(MODULES[case], optimizer)
+    return train_module(make, batches(case, readers), strategy, num_ranks, **kwargs)
+
+
+@functools.cache
+def once(job: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``job(*args, **kwargs)`` in this process, once a session. A job seeds by itself; nobody may change its result."""
+    return job(*args, **kwargs)
+
+
+def reference(case: str, optimizer: str = "adamw", **kwargs: Any) -> Outcome:
+    """Plain Lightning in one process, once a session."""
+    found: Outcome = once(train, case, optimizer, "auto", 1, **kwargs)
+    assert is_moving(found)
+    return found
 
 
 def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -107,3 +149,10 @@ def worst(ours: Outcome, reference: Outcome) -> float:
 def is_moving(outcome: Outcome) -> bool:
     """Whether training changed the weights at all: two runs that do nothing are equal too."""
     return any(not torch.equal(outcome.initial[name], outcome.final[name]) for name in outcome.final)
+
+
+def assert_same_training(ours: Outcome, theirs: Outcome) -> None:
+    """Losses, weights and norms of five steps."""
+    assert worst(ours, theirs) < TOLERANCE
+    assert len(ours.norms) == STEPS
+    assert ours.norms == pytest.approx(theirs.norms, abs=TOLERANCE)

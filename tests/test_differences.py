@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_parallel import build_strategy
+from tests.data import data_of
 from tests.jobs.lifecycle import forced_inference_mode
-from tests.models.cases import CASES, ByteGPT, data_of
+from tests.models.cases import CASES, ByteGPT
 from tests.parity import make_trainer
 
 OURS, THEIRS = "ours", "theirs"

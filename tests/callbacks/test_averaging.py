@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel import ConfigurationError, full_state_dict
 from lightning_parallel.callbacks.averaging import ExponentialMovingAverage
-from tests.jobs import lifecycle as jobs
-from tests.jobs.lifecycle import Thawing, loader, trainer_for
+from tests.data import loader
+from tests.jobs.fits import messages
+from tests.jobs.lifecycle import save
 from tests.models.cases import CASES, ByteGPT
-from tests.parity import TOLERANCE, difference
+from tests.models.unusual import Thawing
+from tests.parity import TOLERANCE, difference, trainer_for
 
 DECAY = 0.7
 """Small, so that an update that is missing or made twice shows."""
@@ -380,7 +382,7 @@ def test_settings_are_refused_in_words() -> None:
 @pytest.mark.parametrize("strategy", ["auto", "fsdp_custom"])
 def test_an_average_of_another_module_is_refused(ranks: Any, tmp_path: Path, strategy: str) -> None:
     path = str(tmp_path / "other.ckpt")
-    jobs.save("auto", 1, path, "bare_parameter")
+    save("auto", 1, path, "bare_parameter")
     saved = torch.load(path, weights_only=True)
     saved["callbacks"]["ExponentialMovingAverage"] = {
         "average": {"gone": torch.zeros(2), "bias": torch.zeros(3)},
@@ -388,8 +390,8 @@ def test_an_average_of_another_module_is_refused(ranks: Any, tmp_path: Path, str
     }
     torch.save(saved, path)
     size = 1 if strategy == "auto" else 2
-    arguments = (jobs.messages, resume_other, strategy, size, path)
-    found = jobs.messages(*arguments[1:]) if strategy == "auto" else ranks(2).run(*arguments)[0]
+    arguments = (messages, resume_other, strategy, size, path)
+    found = messages(*arguments[1:]) if strategy == "auto" else ranks(2).run(*arguments)[0]
     assert "averages gone, which the module lacks" in found[0]
     assert "averages bias of shape (3,), the module's is (32,)" in found[1]
 

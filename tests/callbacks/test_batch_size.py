@@ -18,10 +18,10 @@ from torchmetrics import MeanMetric
 from lightning_parallel import ConfigurationError, full_state_dict
 from lightning_parallel.callbacks.batch_size import BatchSizeFinder
 from lightning_parallel.callbacks.size_search import largest_fitting
-from tests.jobs import lifecycle as jobs
-from tests.jobs.lifecycle import trainer_for
-from tests.models.cases import GAN, ByteGPT, data_of, optimizer_of
-from tests.parity import TOLERANCE, Recorder, difference
+from tests.data import data_of, loader
+from tests.jobs.fits import messages
+from tests.models.cases import GAN, ByteGPT, optimizer_of
+from tests.parity import TOLERANCE, Recorder, difference, trainer_for
 
 SAMPLES = 96
 LIMIT = 41_000
@@ -249,7 +249,7 @@ def test_running_out_of_memory_on_all_ranks_goes_down(ranks: Any, strategy: str)
 
 @pytest.mark.parametrize("strategy", ["ddp_custom"])
 def test_running_out_of_memory_under_ddp_is_an_error(ranks: Any, strategy: str) -> None:
-    found = ranks(2).run(jobs.messages, train, strategy, 2, RunsOut, {"memory_limit": 10**9})
+    found = ranks(2).run(messages, train, strategy, 2, RunsOut, {"memory_limit": 10**9})
     assert "batch_size=16 ran out of memory, and DDP cannot go on" in found[0][0]
     assert "maximum=8" in found[0][0]
 
@@ -356,11 +356,11 @@ def refused(strategy: str, num_ranks: int) -> list[str]:
     def words(module: Any, *loaders: Any, find: Any = None, **settings: Any) -> str:
         finder = BatchSizeFinder(**{"measure": Gauge.read, "memory_limit": LIMIT, **(find or {})})
         trainer = trainer_for(strategy, num_ranks, callbacks=[finder], **settings)
-        return " | ".join(jobs.messages(trainer.fit, module, *loaders))
+        return " | ".join(messages(trainer.fit, module, *loaders))
 
     return [
         words(Sized(), find={"attribute": "batches"}),
-        words(Sized(), jobs.loader(num_ranks)),
+        words(Sized(), loader(num_ranks)),
         words(Sized(), fast_dev_run=True),
         words(Deaf()),
         words(Sized(), find={"memory_limit": 12_000}),

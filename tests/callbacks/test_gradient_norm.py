@@ -14,10 +14,10 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning_parallel import ConfigurationError
 from lightning_parallel.callbacks.gradient_norm import GradientNorm
 from lightning_parallel.presets import PRESETS
-from tests.jobs.lifecycle import SHARING, loader, trainer_for
-from tests.matrices.test_support_matrix import num_ranks
+from tests.data import loader
 from tests.models.cases import CASES
-from tests.parity import TOLERANCE
+from tests.names import SHARING, num_ranks
+from tests.parity import TOLERANCE, trainer_for
 
 Norms = dict[str, list[float]]
 STEPS = 3

@@ -21,16 +21,15 @@ from lightning_parallel import ConfigurationError, LightningCLI, full_state_dict
 from lightning_parallel.callbacks.global_batch import GlobalBatch
 from lightning_parallel.callbacks.gradient_norm import GradientNorm
 from lightning_parallel.callbacks.learning_rate import ScaledLearningRate
-from lightning_parallel.presets import PRESETS
-from tests.jobs.lifecycle import SHARING, StopAt, Weights, trainer_for
-from tests.matrices.test_support_matrix import num_ranks
-from tests.models.cases import CASES, ByteGPT, data_of
-from tests.parity import GLOBAL_BATCH, TOLERANCE, difference
+from tests.data import GLOBAL_BATCH, data_of
+from tests.jobs.lifecycle import StopAt, Weights
+from tests.models.cases import CASES, ByteGPT
+from tests.names import SEPARATE, num_ranks
+from tests.parity import TOLERANCE, difference, trainer_for
 
 SIZE = 16
 WINDOWS = 3
 MICROBATCH = 2
-RANKED = [name for name in PRESETS if name not in ("dp_custom", *SHARING)]
 
 
 def microbatches(
@@ -104,7 +103,7 @@ def global_batches(
     }
 
 
-@pytest.mark.parametrize("name", ["auto", "dp_custom", *RANKED])
+@pytest.mark.parametrize("name", ["auto", "dp_custom", *SEPARATE])
 def test_same_steps_on_any_number_of_ranks(ranks: Any, name: str) -> None:
     """Equal to plain Lightning in one process which accumulates by hand: samples of each step, losses and weights."""
     reference = global_batches("auto", 1, None, accumulate_grad_batches=SIZE // MICROBATCH)
@@ -472,7 +471,7 @@ def test_exactly_a_loop_written_by_hand(module_class: Any, reference_batch: int)
     assert found["hooks"] == [0]
 
 
-@pytest.mark.parametrize("name", ["dp_custom", *RANKED])
+@pytest.mark.parametrize("name", ["dp_custom", *SEPARATE])
 def test_every_strategy(ranks: Any, name: str) -> None:
     expected = by_hand(CosineSchedule, GLOBAL_BATCH / REFERENCE)
     found = run(ranks, name, scaled, CosineSchedule)
@@ -543,7 +542,7 @@ def gan_by_hand() -> Weights:
     return dict(module.state_dict())
 
 
-@pytest.mark.parametrize("name", ["auto", *RANKED])
+@pytest.mark.parametrize("name", ["auto", *SEPARATE])
 def test_manual_optimization_with_two_optimizers(ranks: Any, name: str) -> None:
     found = run(ranks, name, manual)
     assert difference(found["weights"], gan_by_hand()) <= (0 if name == "auto" else TOLERANCE)

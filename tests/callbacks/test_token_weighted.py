@@ -9,48 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_parallel import ConfigurationError, full_state_dict
 from lightning_parallel.callbacks import TokenWeighted
 from lightning_parallel.callbacks.token_weighted import LossObserver
-from tests.jobs.lifecycle import loader, trainer_for
-from tests.models.cases import CASES, GPT, LENGTH, VOCABULARY, Case
-from tests.parity import TOLERANCE, difference
+from tests.data import IGNORED, loader, ragged
+from tests.models.cases import CASES
+from tests.models.padded import Padded
+from tests.parity import TOLERANCE, difference, trainer_for
 
-IGNORED = -100
 NAMES = [("ddp_custom", 2), ("zero1_custom", 2), ("zero2_custom", 2), ("fsdp_custom", 2), ("hsdp_custom", 4)]
-
-
-def ragged(num_samples: int) -> TensorDataset:
-    """Tokens and labels of very unequal length, one sample with no label at all."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, VOCABULARY, (num_samples, LENGTH), generator=generator)
-    labels = tokens.roll(-1, 1)
-    for index in range(num_samples):
-        labels[index, [LENGTH - 1, 1, 9, 3, 0, 5, 2, 12][index % 8] :] = IGNORED
-    return TensorDataset(tokens, labels)
-
-
-class Padded(Case):
-    """A mean over the labels that are not ignored, as people write it."""
-
-    def __init__(self, kind: str = "cross_entropy") -> None:
-        super().__init__("adamw")
-        self.model = GPT()
-        self.kind = kind
-        self.register_buffer("class_weights", torch.linspace(0.5, 2.0, VOCABULARY))
-
-    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        logits, labels = self.model(tokens).flatten(0, 1), labels.flatten()
-        if self.kind == "nll":
-            return nn.NLLLoss()(logits.log_softmax(-1), labels)
-        if self.kind == "by hand":
-            is_valid = labels != IGNORED
-            losses = -logits.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
-            return (losses * is_valid).sum() / is_valid.sum().clamp(min=1)
-        return F.cross_entropy(logits, labels, weight=self.class_weights if self.kind == "weights" else None)
 
 
 class Tokens(Callback):

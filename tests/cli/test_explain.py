@@ -11,8 +11,8 @@ import yaml
 
 from lightning_parallel import build_strategy, explain
 from tests.cli.test_cli import CONFIG, run
+from tests.models.tables import TENSOR_MODULES
 from tests.parity import make_trainer
-from tests.techniques.tensor.test_split_layers import MODULES
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def explained(case: str, strategy: str, num_ranks: int) -> list[str]:
-    text = explain(make_trainer(build_strategy(strategy), num_ranks), MODULES[case]())
+    text = explain(make_trainer(build_strategy(strategy), num_ranks), TENSOR_MODULES[case]())
     assert not dist.is_initialized()
     return [line.strip() for line in text.splitlines()]
 
@@ -93,7 +93,7 @@ def test_other_plans(case: str, strategy: str, expected: list[str]) -> None:
 
 
 def test_the_module_is_not_changed() -> None:
-    module = MODULES["configure_model"]()
+    module = TENSOR_MODULES["configure_model"]()
     trainer = make_trainer(build_strategy("tp_custom"), 2)
     assert explain(trainer, module) == explain(trainer, module)
     assert module.model is None
@@ -101,9 +101,7 @@ def test_the_module_is_not_changed() -> None:
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text(
-        yaml.safe_dump({**CONFIG, "model": {"class_path": "tests.techniques.tensor.test_split_layers.Hard"}})
-    )
+    path.write_text(yaml.safe_dump({**CONFIG, "model": {"class_path": "tests.models.layered.Hard"}}))
     arguments: Any = ("--config", str(path), "--trainer.devices=2")
     assert run(monkeypatch, "explain", *arguments, "--strategy=tp_custom") == 0
     assert "blocks.*.down: rowwise, [16, 64] -> [16, 32]" in capsys.readouterr().out

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.models.tables import TENSOR_MODULES
+from tests.parity import Outcome, assert_same_training, reference, train
 from tests.rank_pool import RankError
-from tests.techniques.tensor.test_split_layers import MODULES, assert_equal, reference, train
 
 TABLE = json.loads(Path(__file__).with_name("product_matrix.json").read_text())
 CELLS: dict[tuple[str, str], str] = {
@@ -20,14 +21,15 @@ LAYOUTS: dict[str, dict[str, int]] = TABLE["layouts"]
 """strategy -> the number of ranks, and how many of them read different samples."""
 
 
-def run(ranks: Any, case: str, strategy: str) -> Any:
+def run(ranks: Any, case: str, strategy: str) -> Outcome:
     layout = LAYOUTS[strategy]
-    return ranks(layout["ranks"]).run(train, case, "adamw", strategy, layout["ranks"], layout["readers"])[0]
+    size, readers = layout["ranks"], layout["readers"]
+    return ranks(size).run(train, case, "adamw", strategy, size, readers, norms=True)[0]
 
 
 @pytest.mark.parametrize(("case", "strategy"), [key for key, cell in CELLS.items() if cell == "runs"])
 def test_parity(ranks: Any, case: str, strategy: str) -> None:
-    assert_equal(run(ranks, case, strategy), reference(case))
+    assert_same_training(run(ranks, case, strategy), reference(case, norms=True))
 
 
 @pytest.mark.parametrize(("case", "strategy"), [key for key, cell in CELLS.items() if cell != "runs"])
@@ -44,7 +46,7 @@ def test_the_matrix_lists_what_is_tested() -> None:
     """
     assert TABLE["names"] == list(LAYOUTS)
     assert TABLE["modules"] == list(TABLE["cells"])
-    assert set(TABLE["modules"]) <= set(MODULES)
+    assert set(TABLE["modules"]) <= set(TENSOR_MODULES)
     assert all(list(row) == TABLE["names"] for row in TABLE["cells"].values())
     assert all(cell == "runs" or cell.startswith("refused: ") for cell in CELLS.values())
     two_heads = ("byte_gpt", "hf_gpt2", "configure_model", "encoder_decoder", "varying_length")

@@ -12,7 +12,8 @@ import pytest
 import lightning_parallel
 from lightning_parallel.presets import PRESETS
 from tests.models.cases import CASES, REFUSED_CASES
-from tests.parity import PARITY, TOLERANCE, Outcome, is_moving, train, worst
+from tests.names import num_ranks
+from tests.parity import PARITY, TOLERANCE, Outcome, reference, train, worst
 from tests.rank_pool import RankError, RankPool
 
 MATRIX = Path(__file__).with_name("support_matrix.json")
@@ -23,26 +24,12 @@ CELLS: dict[tuple[str, str], str] = {
 FAST = "byte_gpt"
 """The module that trains under every name in the fast tier, too."""
 OPTIMIZERS = ("sgd", "adamw")
-_references: dict[tuple[str, str], Outcome] = {}
-
-
-def reference(case: str, optimizer: str) -> Outcome:
-    """Plain Lightning in one process, once a session."""
-    key = case, optimizer
-    if key not in _references:
-        _references[key] = train(case, optimizer, "auto", 1)
-        assert is_moving(_references[key])
-    return _references[key]
 
 
 def run(ranks: Callable[[int], RankPool], case: str, optimizer: str, name: str) -> Outcome:
     if name == "dp_custom":
         return train(case, optimizer, name, 2)
     return ranks(num_ranks(name)).run(train, case, optimizer, name, num_ranks(name))[0]
-
-
-def num_ranks(name: str) -> int:
-    return 4 if name in ("hsdp_custom", "fsdp_tp_custom") else 2
 
 
 RUNS = [
@@ -87,7 +74,7 @@ def test_refusal(ranks: Any, record_property: Any, case: str, name: str) -> None
 @pytest.mark.parametrize("case", ["byte_gpt", "bare_parameter"])
 def test_parity_with_options(ranks: Any, case: str, strategy: str, size: int) -> None:
     outcome = ranks(size).run(train, case, "adamw", strategy, size)[0]
-    assert worst(outcome, reference(case, "adamw")) <= TOLERANCE
+    assert worst(outcome, reference(case)) <= TOLERANCE
 
 
 def test_the_matrix_lists_what_is_tested() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 VOCABULARY = 32
 LENGTH = 16
@@ -306,19 +304,6 @@ class EncoderDecoder(Case):
         )
 
 
-class Varying(Dataset[tuple[Tensor]]):
-    """Token rows whose length changes from global batch to global batch."""
-
-    def __init__(self, tokens: Tensor, global_batch: int) -> None:
-        self.tokens, self.global_batch = tokens, global_batch
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> tuple[Tensor]:
-        return (self.tokens[index][: LENGTH - 2 * (index // self.global_batch)],)
-
-
 CASES: dict[str, type[L.LightningModule]] = {
     "byte_gpt": ByteGPT,
     "bare_parameter": BareParameter,
@@ -350,27 +335,3 @@ class MetaInInit(ByteGPT):
 
 REFUSED_CASES: dict[str, type[L.LightningModule]] = {"all_frozen": AllFrozen, "meta_in_init": MetaInInit}
 """Modules that no strategy can train."""
-
-
-def data_of(case: str, num_samples: int, global_batch: int) -> Dataset[Any]:
-    """The same samples for every strategy and every number of ranks."""
-    generator = torch.Generator().manual_seed(7)
-    if case == "conv_net":
-        images = torch.randn(num_samples, 1, 8, 8, generator=generator)
-        return TensorDataset(images, torch.randint(0, 10, (num_samples,), generator=generator))
-    if case == "gan":
-        real = torch.randn(num_samples, 8, generator=generator) + 2
-        return TensorDataset(torch.randn(num_samples, 4, generator=generator), real)
-    if case == "other_method":
-        return TensorDataset(torch.randn(num_samples, 5, 8, generator=generator))
-    tokens = torch.randint(0, VOCABULARY, (num_samples, LENGTH), generator=generator)
-    return Varying(tokens, global_batch) if case == "varying_length" else TensorDataset(tokens)
-
-
-def loader_of(case: str, *, steps: int, global_batch: int, num_ranks: int) -> DataLoader[Any]:
-    """`steps` batches of ``global_batch / num_ranks`` samples for each rank; Lightning deals the samples out."""
-    data = data_of(case, steps * global_batch, global_batch)
-    return DataLoader(data, batch_size=global_batch // num_ranks, shuffle=False)
-
-
-Factory = Callable[[str], L.LightningModule]

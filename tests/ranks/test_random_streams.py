@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lightning_parallel import full_state_dict
 from lightning_parallel.ranks.random_streams import RandomState, data_rank_stream
-from tests.jobs.lifecycle import loader, trainer_for
+from tests.data import loader
 from tests.models.cases import ByteGPT, next_token_loss
-from tests.parity import difference
+from tests.parity import difference, trainer_for
 
 NAMES = ["ddp_custom", "zero1_custom", "zero2_custom", "fsdp_custom"]
 

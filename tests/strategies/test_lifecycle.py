@@ -10,13 +10,47 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_parallel.presets import PRESETS
-from tests.jobs import lifecycle as jobs
-from tests.matrices.test_support_matrix import num_ranks
+from tests.jobs.fits import (
+    accumulated,
+    averaging,
+    fit_and_validate,
+    fit_module,
+    messages,
+    note_of,
+    state_in_hooks,
+    too_large_to_be_whole,
+    unused_everywhere,
+    used_on_one_rank,
+)
+from tests.jobs.lifecycle import (
+    buffers_after_training,
+    every_entry_point,
+    fast_dev_run,
+    fit_twice,
+    forced_inference_mode,
+    process_groups_after_each_fit,
+    resume,
+    save,
+    uneven_prediction,
+    with_everything_on,
+)
 from tests.models.cases import CASES, ByteGPT
+from tests.models.unusual import (
+    BuiltAfterChance,
+    KeptInAList,
+    OneRowOnOneRank,
+    OptimizerInInit,
+    PenaltyInTheLoss,
+    SparseTable,
+    Stranger,
+    Thawing,
+    WithLBFGS,
+    WithParameterHook,
+    WritesAfterValidation,
+    WritesInTheStep,
+)
+from tests.names import SEPARATE, num_ranks
 from tests.parity import TOLERANCE, difference
-
-NAMES = [name for name in PRESETS if name not in ("dp_custom", *jobs.SHARING)]
 
 
 def run(ranks: Any, name: str, job: Any, *args: Any) -> Any:
@@ -27,10 +61,10 @@ def run(ranks: Any, name: str, job: Any, *args: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", ["byte_gpt", "hf_gpt2", "other_method", "configure_model", "lstm"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SEPARATE)
 def test_every_entry_point(ranks: Any, name: str, case: str) -> None:
-    reference = jobs.every_entry_point("auto", 1, case)
-    found = run(ranks, name, jobs.every_entry_point, name, num_ranks(name), case)
+    reference = every_entry_point("auto", 1, case)
+    found = run(ranks, name, every_entry_point, name, num_ranks(name), case)
     for key in ("before", "after", "test"):
         assert found[key][0] == pytest.approx(reference[key][0], abs=TOLERANCE)
     assert found["during"]["val_loss"] == pytest.approx(reference["during"]["val_loss"], abs=TOLERANCE)
@@ -39,15 +73,15 @@ def test_every_entry_point(ranks: Any, name: str, case: str) -> None:
 
 
 def test_dp_has_every_entry_point() -> None:
-    reference, found = jobs.every_entry_point("auto", 1), jobs.every_entry_point("dp_custom", 1)
+    reference, found = every_entry_point("auto", 1), every_entry_point("dp_custom", 1)
     assert torch.equal(found["predictions"], reference["predictions"])
     assert difference(found["weights"], reference["weights"]) == 0
 
 
 @pytest.mark.parametrize("name", ["fsdp_custom", "zero2_custom", "fsdp_offload_custom"])
 def test_evaluation_before_training_under_inference_mode(ranks: Any, name: str) -> None:
-    before, weights = ranks(2).run(jobs.forced_inference_mode, name, 2)[0]
-    reference_before, reference_weights = jobs.forced_inference_mode("auto", 1)
+    before, weights = ranks(2).run(forced_inference_mode, name, 2)[0]
+    reference_before, reference_weights = forced_inference_mode("auto", 1)
     assert before[0] == pytest.approx(reference_before[0], abs=TOLERANCE)
     assert difference(weights, reference_weights) <= TOLERANCE
 
@@ -58,28 +92,28 @@ def test_evaluation_before_training_under_inference_mode(ranks: Any, name: str) 
     [("fsdp_custom", "ddp_custom"), ("ddp_custom", "zero2_custom"), ("zero1_custom", "fsdp_custom")],
 )
 def test_nothing_is_left_and_another_name_goes_on(ranks: Any, first: str, second: str, case: str) -> None:
-    reference = jobs.fit_twice("auto", "auto", 1, case)
-    for found in ranks(2).run(jobs.fit_twice, first, second, 2, case):
+    reference = fit_twice("auto", "auto", 1, case)
+    for found in ranks(2).run(fit_twice, first, second, 2, case):
         assert found["marks"] == []
         assert all(found["same objects"])
         assert found["equal copies"]
-    found = ranks(2).run(jobs.fit_twice, first, second, 2, case)[0]
+    found = ranks(2).run(fit_twice, first, second, 2, case)[0]
     assert difference(found["weights"], reference["weights"]) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", [*NAMES, "fsdp_custom:pipeline=2", "fsdp_custom:context=2"])
+@pytest.mark.parametrize("name", [*SEPARATE, "fsdp_custom:pipeline=2", "fsdp_custom:context=2"])
 def test_fitting_again_opens_no_process_groups(ranks: Any, name: str) -> None:
     """Each would keep threads and connections to the end of the process: hundreds of fits made a machine crawl."""
-    for first, *later in ranks(4).run(jobs.process_groups_after_each_fit, name, 4):
+    for first, *later in ranks(4).run(process_groups_after_each_fit, name, 4):
         assert later == [first, first]
 
 
-@pytest.mark.parametrize("name", ["auto", "dp_custom", *NAMES])
+@pytest.mark.parametrize("name", ["auto", "dp_custom", *SEPARATE])
 def test_checkpoints_resume_under_any_name(ranks: Any, tmp_path: Path, name: str) -> None:
     """Written under `name`; read by plain torch, plain Lightning and every other name, with equal results."""
     path = str(tmp_path / "saved.ckpt")
-    uninterrupted = run(ranks, name, jobs.save, name, 1 if name in ("auto", "dp_custom") else num_ranks(name), path)
-    reference = jobs.save("auto", 1, str(tmp_path / "reference.ckpt"))
+    uninterrupted = run(ranks, name, save, name, 1 if name in ("auto", "dp_custom") else num_ranks(name), path)
+    reference = save("auto", 1, str(tmp_path / "reference.ckpt"))
     assert difference(uninterrupted, reference) <= TOLERANCE
 
     for written, expected in ((path, "reference.ckpt"), (f"{path}.end", "reference.ckpt.end")):
@@ -93,12 +127,10 @@ def test_checkpoints_resume_under_any_name(ranks: Any, tmp_path: Path, name: str
     readers = (
         ["auto", "ddp_custom", "zero1_custom", "fsdp_custom"]
         if name != "fsdp_custom"
-        else ["auto", "dp_custom", *NAMES]
+        else ["auto", "dp_custom", *SEPARATE]
     )
     for reader in readers:
-        resumed = run(
-            ranks, reader, jobs.resume, reader, 1 if reader in ("auto", "dp_custom") else num_ranks(reader), path
-        )
+        resumed = run(ranks, reader, resume, reader, 1 if reader in ("auto", "dp_custom") else num_ranks(reader), path)
         assert difference(resumed, uninterrupted) <= TOLERANCE, reader
 
 
@@ -112,7 +144,7 @@ def _assert_same_optimizer(ours: dict[str, Any], theirs: dict[str, Any]) -> None
 
 def test_tied_weights_stay_one_tensor_in_the_file(ranks: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "tied.ckpt")
-    ranks(2).run(jobs.save, "fsdp_custom", 2, path, "hf_gpt2")
+    ranks(2).run(save, "fsdp_custom", 2, path, "hf_gpt2")
     weights = torch.load(path, weights_only=True)["state_dict"]
     assert weights["model.lm_head.weight"].data_ptr() == weights["model.transformer.wte.weight"].data_ptr()
     module = CASES["hf_gpt2"]()
@@ -121,17 +153,17 @@ def test_tied_weights_stay_one_tensor_in_the_file(ranks: Any, tmp_path: Path) ->
 
 def test_deferred_modules_resume(ranks: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "deferred.ckpt")
-    uninterrupted = ranks(2).run(jobs.save, "fsdp_custom", 2, path, "configure_model")[0]
+    uninterrupted = ranks(2).run(save, "fsdp_custom", 2, path, "configure_model")[0]
     for name in ("fsdp_custom", "ddp_custom"):
-        resumed = ranks(2).run(jobs.resume, name, 2, path, "configure_model")[0]
+        resumed = ranks(2).run(resume, name, 2, path, "configure_model")[0]
         assert difference(resumed, uninterrupted) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["dp_custom", *NAMES])
+@pytest.mark.parametrize("name", ["dp_custom", *SEPARATE])
 def test_callbacks_and_loggers(ranks: Any, tmp_path: Path, name: str) -> None:
-    reference = jobs.with_everything_on("auto", 1, str(tmp_path / "reference"))
+    reference = with_everything_on("auto", 1, str(tmp_path / "reference"))
     size = 1 if name == "dp_custom" else num_ranks(name)
-    found = run(ranks, name, jobs.with_everything_on, name, size, str(tmp_path / "ours"))
+    found = run(ranks, name, with_everything_on, name, size, str(tmp_path / "ours"))
     assert found["test"][0] == pytest.approx(reference["test"][0], abs=TOLERANCE)
     assert found["score"] == pytest.approx(reference["score"], abs=TOLERANCE)
     assert {k: found[k] for k in ("epochs", "best", "last", "rate")} == {
@@ -144,138 +176,138 @@ def test_callbacks_and_loggers(ranks: Any, tmp_path: Path, name: str) -> None:
     assert isinstance(plain, L.LightningModule)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SEPARATE)
 def test_fast_dev_run(ranks: Any, name: str) -> None:
-    assert run(ranks, name, jobs.fast_dev_run, name, num_ranks(name)) == 2
+    assert run(ranks, name, fast_dev_run, name, num_ranks(name)) == 2
 
 
 @pytest.mark.parametrize("name", ["fsdp_custom", "ddp_custom", "zero2_custom"])
 @pytest.mark.parametrize(("num_samples", "batch_size"), [(5, 1), (6, 2), (9, 4)])
 def test_prediction_of_uneven_data(ranks: Any, name: str, num_samples: int, batch_size: int) -> None:
     """No rank waits, and no sample is predicted twice or left out."""
-    found = ranks(2).run(jobs.uneven_prediction, name, 2, num_samples, batch_size)
+    found = ranks(2).run(uneven_prediction, name, 2, num_samples, batch_size)
     for index, total in enumerate((num_samples, num_samples + 1)):
         assert sum(sum(sizes[index]) for sizes in found) == total
 
 
 @pytest.mark.parametrize("name", ["fsdp_custom", "zero2_custom", "zero1_custom"])
 def test_batchnorm_statistics_are_those_of_ddp(ranks: Any, name: str) -> None:
-    (ours, _), *_ = found = ranks(2).run(jobs.buffers_after_training, name, 2)
-    theirs, _ = ranks(2).run(jobs.buffers_after_training, "ddp_custom", 2)[0]
+    (ours, _), *_ = found = ranks(2).run(buffers_after_training, name, 2)
+    theirs, _ = ranks(2).run(buffers_after_training, "ddp_custom", 2)[0]
     assert difference(ours, theirs) <= TOLERANCE
     assert [apart for _, apart in found] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SEPARATE)
 def test_optimizer_made_in_init(ranks: Any, name: str) -> None:
-    reference = jobs.fit_module(jobs.OptimizerInInit, "auto", 1)
-    found = run(ranks, name, jobs.fit_module, jobs.OptimizerInInit, name, num_ranks(name))
+    reference = fit_module(OptimizerInInit, "auto", 1)
+    found = run(ranks, name, fit_module, OptimizerInInit, name, num_ranks(name))
     assert difference(found, reference) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SEPARATE)
 def test_a_parameter_that_nobody_would_average_is_refused(ranks: Any, name: str) -> None:
-    found = ranks(num_ranks(name)).run(jobs.messages, jobs.fit_module, jobs.Stranger, name, num_ranks(name))
+    found = ranks(num_ranks(name)).run(messages, fit_module, Stranger, name, num_ranks(name))
     assert "trains 1 tensors that are no parameters of the module" in found[0][0]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SEPARATE)
 def test_full_state_dict_in_hooks(ranks: Any, name: str) -> None:
-    reference = jobs.state_in_hooks("auto", 1)
-    found = ranks(num_ranks(name)).run(jobs.state_in_hooks, name, num_ranks(name))
+    reference = state_in_hooks("auto", 1)
+    found = ranks(num_ranks(name)).run(state_in_hooks, name, num_ranks(name))
     assert all(weights == {} for other in found[1:] for weights in other.values())
     for hook, weights in reference.items():
         assert difference(found[0][hook], weights) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SEPARATE)
 @pytest.mark.parametrize("case", ["byte_gpt", "bare_parameter"])
 def test_accumulation_equals_one_large_batch(ranks: Any, name: str, case: str) -> None:
-    reference = jobs.accumulated("auto", 1, case, 1)
-    found = run(ranks, name, jobs.accumulated, name, num_ranks(name), case, 2)
+    reference = accumulated("auto", 1, case, 1)
+    found = run(ranks, name, accumulated, name, num_ranks(name), case, 2)
     assert difference(found, reference) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["zero2_custom", "fsdp_custom", "hsdp_custom"])
 def test_unused_parameters(ranks: Any, name: str) -> None:
-    reference = jobs.unused_everywhere("auto", 1)
-    assert difference(run(ranks, name, jobs.unused_everywhere, name, num_ranks(name)), reference) <= TOLERANCE
+    reference = unused_everywhere("auto", 1)
+    assert difference(run(ranks, name, unused_everywhere, name, num_ranks(name)), reference) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["zero2_custom", "fsdp_custom"])
 def test_parameters_that_only_some_ranks_use(ranks: Any, name: str) -> None:
-    theirs = ranks(2).run(jobs.used_on_one_rank, "ddp_custom:find_unused_parameters=true", 2)[0]
-    assert difference(ranks(2).run(jobs.used_on_one_rank, name, 2)[0], theirs) <= TOLERANCE
+    theirs = ranks(2).run(used_on_one_rank, "ddp_custom:find_unused_parameters=true", 2)[0]
+    assert difference(ranks(2).run(used_on_one_rank, name, 2)[0], theirs) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["zero2_custom", "fsdp_custom"])
 def test_a_row_that_one_rank_uses(ranks: Any, name: str) -> None:
     """All ranks decay the table and keep moments for it, also where their shard of its gradient is zero."""
     strategy = "ddp_custom:find_unused_parameters=true"
-    theirs = ranks(2).run(jobs.fit_module, jobs.OneRowOnOneRank, strategy, 2)[0]
-    assert difference(ranks(2).run(jobs.fit_module, jobs.OneRowOnOneRank, name, 2)[0], theirs) <= TOLERANCE
+    theirs = ranks(2).run(fit_module, OneRowOnOneRank, strategy, 2)[0]
+    assert difference(ranks(2).run(fit_module, OneRowOnOneRank, name, 2)[0], theirs) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SEPARATE)
 def test_parameters_that_thaw_and_freeze_during_training(ranks: Any, name: str) -> None:
-    reference = jobs.fit_module(jobs.Thawing, "auto", 1)
-    assert difference(run(ranks, name, jobs.fit_module, jobs.Thawing, name, num_ranks(name)), reference) <= TOLERANCE
+    reference = fit_module(Thawing, "auto", 1)
+    assert difference(run(ranks, name, fit_module, Thawing, name, num_ranks(name)), reference) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SEPARATE)
 def test_modules_built_after_random_numbers_were_drawn(ranks: Any, name: str) -> None:
-    reference = jobs.fit_module(jobs.BuiltAfterChance, "auto", 1)
-    found = run(ranks, name, jobs.fit_module, jobs.BuiltAfterChance, name, num_ranks(name))
+    reference = fit_module(BuiltAfterChance, "auto", 1)
+    found = run(ranks, name, fit_module, BuiltAfterChance, name, num_ranks(name))
     assert difference(found, reference) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SEPARATE)
 def test_hooks_may_write_parameters_after_validation(ranks: Any, name: str) -> None:
-    reference = jobs.fit_and_validate(jobs.WritesAfterValidation, "auto", 1)
-    found = run(ranks, name, jobs.fit_and_validate, jobs.WritesAfterValidation, name, num_ranks(name))
+    reference = fit_and_validate(WritesAfterValidation, "auto", 1)
+    found = run(ranks, name, fit_and_validate, WritesAfterValidation, name, num_ranks(name))
     assert difference(found, reference) <= TOLERANCE
 
 
 def test_writing_parameters_in_the_step_is_refused_under_sharding(ranks: Any) -> None:
-    for found in ranks(2).run(jobs.note_of, jobs.WritesInTheStep, "fsdp_custom", 2):
+    for found in ranks(2).run(note_of, WritesInTheStep, "fsdp_custom", 2):
         assert "training_step writes into parameters" in found
         assert "on_train_batch_end" in found
-    reference = jobs.fit_module(jobs.WritesInTheStep, "auto", 1)
-    found = ranks(2).run(jobs.fit_module, jobs.WritesInTheStep, "zero1_custom", 2)[0]
+    reference = fit_module(WritesInTheStep, "auto", 1)
+    found = ranks(2).run(fit_module, WritesInTheStep, "zero1_custom", 2)[0]
     assert difference(found, reference) <= TOLERANCE
 
 
 def test_reading_a_layer_from_outside_says_what_to_do(ranks: Any) -> None:
-    assert "layers=[]" in ranks(2).run(jobs.note_of, jobs.PenaltyInTheLoss, "fsdp_custom", 2)[0]
-    reference = jobs.fit_module(jobs.PenaltyInTheLoss, "auto", 1)
-    found = ranks(2).run(jobs.fit_module, jobs.PenaltyInTheLoss, "fsdp_custom:layers=[]", 2)[0]
+    assert "layers=[]" in ranks(2).run(note_of, PenaltyInTheLoss, "fsdp_custom", 2)[0]
+    reference = fit_module(PenaltyInTheLoss, "auto", 1)
+    found = ranks(2).run(fit_module, PenaltyInTheLoss, "fsdp_custom:layers=[]", 2)[0]
     assert difference(found, reference) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
     ("job", "arguments", "words"),
     [
-        (jobs.fit_module, (jobs.KeptInAList,), "kept outside of the modules that own them"),
-        (jobs.fit_module, (jobs.WithParameterHook,), "have hooks of their own"),
-        (jobs.fit_module, (jobs.SparseTable,), "sparse gradients cannot be sharded: model.tokens"),
-        (jobs.fit_module, (jobs.WithLBFGS,), "LBFGS keeps one history"),
-        (jobs.averaging, (), "StochasticWeightAveraging copies whole parameters"),
+        (fit_module, (KeptInAList,), "kept outside of the modules that own them"),
+        (fit_module, (WithParameterHook,), "have hooks of their own"),
+        (fit_module, (SparseTable,), "sparse gradients cannot be sharded: model.tokens"),
+        (fit_module, (WithLBFGS,), "LBFGS keeps one history"),
+        (averaging, (), "StochasticWeightAveraging copies whole parameters"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_in_words(ranks: Any, job: Any, arguments: Any, words: str) -> None:
-    found = ranks(2).run(jobs.messages, job, *arguments, "fsdp_custom", 2)
+    found = ranks(2).run(messages, job, *arguments, "fsdp_custom", 2)
     assert words in found[0][0]
 
 
 def test_a_module_too_large_to_be_whole_stays_sharded(ranks: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "large.ckpt")
-    found = ranks(2).run(jobs.too_large_to_be_whole, 2, path)[0]
+    found = ranks(2).run(too_large_to_be_whole, 2, path)[0]
     assert (found["sharded"], found["plain"]) == ("FSDPByteGPT", "ByteGPT")
     assert all("still sharded by an earlier fit" in violations[0] for violations in found["refused"].values())
     assert "reshard: always before, never now" in found["refused"]["zero2_custom"][0]
     assert "degrees: Degrees(" in found["refused"]["tp_custom"][0]
     assert len(found["validated"]) == 1
-    reference = jobs.fit_module(functools.partial(ByteGPT, "adamw"), "auto", 1)
+    reference = fit_module(functools.partial(ByteGPT, "adamw"), "auto", 1)
     assert list(found["first"]) == list(found["second"]) == list(reference)
     assert difference(torch.load(path, weights_only=True)["state_dict"], found["first"]) == 0
     assert difference(found["first"], reference) <= TOLERANCE

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_parallel.dtypes import POLICIES, precision_violations
-from tests.jobs import lifecycle as jobs
+from tests.jobs.half_precision import half_precision, in_bf16, scale_after, scaled_gan
 from tests.parity import difference
 
 NAMES = ["ddp_custom", "zero1_custom", "zero2_custom", "fsdp_custom"]
@@ -18,9 +18,9 @@ NAMES = ["ddp_custom", "zero1_custom", "zero2_custom", "fsdp_custom"]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("case", ["byte_gpt", "bare_parameter", "conv_net"])
 def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(ranks: Any, name: str, case: str) -> None:
-    (scale, weights), (other, _) = ranks(2).run(jobs.half_precision, name, 2, None, case)
+    (scale, weights), (other, _) = ranks(2).run(half_precision, name, 2, None, case)
     assert scale == other == 256
-    (skipped_scale, skipped), (other, _) = ranks(2).run(jobs.half_precision, name, 2, 1, case)
+    (skipped_scale, skipped), (other, _) = ranks(2).run(half_precision, name, 2, 1, case)
     assert skipped_scale == other == 128
     assert all(value.isfinite().all() for value in skipped.values())
     assert 0 < difference(skipped, weights) < 0.5
@@ -32,8 +32,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(ranks: Any, n
 def test_bf16_is_close_to_one_process(ranks: Any, name: str, case: str, precision: str) -> None:
     if case == "lstm" and precision == "bf16-mixed" and not torch_has_lstm_in_bf16():
         pytest.skip("torch has no LSTM in bf16 on this CPU")
-    reference = jobs.in_bf16("auto", 1, precision, case)
-    assert ranks(2).run(jobs.in_bf16, name, 2, precision, case)[0] == pytest.approx(reference, rel=2e-2)
+    reference = in_bf16("auto", 1, precision, case)
+    assert ranks(2).run(in_bf16, name, 2, precision, case)[0] == pytest.approx(reference, rel=2e-2)
 
 
 def torch_has_lstm_in_bf16() -> bool:
@@ -56,14 +56,14 @@ def test_unknown_precisions_are_refused() -> None:
 )
 def test_the_loss_scale_is_resumed(ranks: Any, first: str, second: str, size: int, tmp_path: Path) -> None:
     path = str(tmp_path / "scaled.ckpt")
-    assert ranks(2).run(jobs.scale_after, first, 2, None, path) == [2.0**9] * 2  # grew once
-    assert ranks(size).run(jobs.scale_after, second, size, path, None) == [2.0**10] * size
-    assert jobs.scale_after("auto", 1, path, None) == 2.0**10
+    assert ranks(2).run(scale_after, first, 2, None, path) == [2.0**9] * 2  # grew once
+    assert ranks(size).run(scale_after, second, size, path, None) == [2.0**10] * size
+    assert scale_after("auto", 1, path, None) == 2.0**10
 
 
 @pytest.mark.parametrize("name", [*NAMES, "hsdp_custom"])
 def test_scaling_with_two_optimizers_and_whole_parameters(ranks: Any, name: str) -> None:
     """Under manual optimization a parameter of its own stays whole, beside sharded ones of the same optimizer."""
     size = 4 if name == "hsdp_custom" else 2
-    reference = jobs.scaled_gan("auto", 1)
-    assert difference(ranks(size).run(jobs.scaled_gan, name, size)[0], reference) < 2e-2
+    reference = scaled_gan("auto", 1)
+    assert difference(ranks(size).run(scaled_gan, name, size)[0], reference) < 2e-2

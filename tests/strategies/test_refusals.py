@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import ConfigurationError, DDPStrategy, MeshStrategy, build_strategy
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
-from tests.jobs import lifecycle as jobs
-from tests.models.cases import REFUSED_CASES, ByteGPT, data_of
+from tests.data import data_of
+from tests.jobs.fits import fit_module, messages
+from tests.jobs.lifecycle import fast_dev_run
+from tests.models.cases import REFUSED_CASES, ByteGPT
 from tests.parity import make_trainer
 
 
@@ -89,14 +91,14 @@ def validate_frozen() -> bool:
 
 def test_the_reasons_are_given_once(ranks: Any) -> None:
     """All ranks refuse, one says why."""
-    found = ranks(2).run(jobs.messages, jobs.fit_module, REFUSED_CASES["all_frozen"], "fsdp_custom", 2)
+    found = ranks(2).run(messages, fit_module, REFUSED_CASES["all_frozen"], "fsdp_custom", 2)
     assert "no trainable parameters" in found[0][0]
     assert found[1] == ["refused; rank 0 says why"]
 
 
 def test_another_number_of_ranks_than_the_group_has(ranks: Any) -> None:
-    ranks(2).run(jobs.fast_dev_run, "fsdp_custom", 2)
-    found = ranks(2).run(jobs.messages, make_other_trainer)
+    ranks(2).run(fast_dev_run, "fsdp_custom", 2)
+    found = ranks(2).run(messages, make_other_trainer)
     assert "already belongs to a group of 2 ranks" in found[0][0]
 
 

@@ -29,9 +29,10 @@ from lightning_parallel.techniques.float8 import unfitting_violations
 from lightning_parallel.techniques.offload import OffloadedState
 from lightning_parallel.techniques.recompute import apply_recompute, parse_recompute, statistics_violations
 from tests.collectives import collectives_of_a_window
-from tests.jobs.lifecycle import fit_twice, loader, trainer_for
-from tests.models.cases import CASES, GPT, LENGTH, VOCABULARY, Block, ByteGPT, Case, loader_of, next_token_loss
-from tests.parity import TOLERANCE, Outcome, Recorder, difference, is_moving, make_trainer, train, worst
+from tests.data import loader, loader_of
+from tests.jobs.lifecycle import fit_twice
+from tests.models.cases import CASES, GPT, LENGTH, VOCABULARY, Block, ByteGPT, Case, next_token_loss
+from tests.parity import TOLERANCE, Outcome, Recorder, difference, is_moving, make_trainer, train, trainer_for, worst
 from tests.rank_pool import RankError
 
 MATRIX = json.loads((Path(__file__).parents[1] / "matrices" / "policy_matrix.json").read_text())

@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader
 from lightning_parallel import ConfigurationError, build_strategy
 from lightning_parallel.module.layer_stacks import find_layers
 from lightning_parallel.techniques.tensor.plan import plan_tensor
+from tests.data import batches
 from tests.models.cases import LENGTH, VOCABULARY, Case, next_token_loss
-from tests.parity import TOLERANCE, Outcome, make_trainer, worst
-from tests.techniques.context.test_borders import train
-from tests.techniques.context.test_sequences import batches
+from tests.parity import TOLERANCE, Outcome, make_trainer, once, train_module, worst
 
 WIDTH, HEADS = 16, 4
 HEAD = WIDTH // HEADS
@@ -417,17 +416,12 @@ globals().update({module.__name__: module for module in (*CASES.values(), *(kind
 
 
 def trained(name: str, strategy: str, num_ranks: int) -> Outcome:
-    return train({**CASES, **FURTHER}[name], strategy, num_ranks)
-
-
-_EXPECTED: dict[str, Outcome] = {}
+    return train_module({**CASES, **FURTHER}[name], batches("byte_gpt", 1), strategy, num_ranks)
 
 
 def expected(name: str) -> Outcome:
     """One process's numbers."""
-    if name not in _EXPECTED:
-        _EXPECTED[name] = trained(name, "auto", 1)
-    return _EXPECTED[name]
+    return once(trained, name, "auto", 1)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -583,7 +577,7 @@ def test_the_loss_may_take_what_the_last_stage_has_received(ranks: Any) -> None:
 
 def refused_pipeline(module: type[Case], strategy: str, num_ranks: int) -> str:
     try:
-        train(module, strategy, num_ranks)
+        train_module(module, batches("byte_gpt", 1), strategy, num_ranks)
     except ConfigurationError as error:
         return str(error)
     return ""
@@ -642,7 +636,7 @@ def test_lengths_of_an_evaluation_do_not_pile_up(ranks: Any) -> None:
 
 def refusal(name: str, attention: str) -> str:
     try:
-        train(REFUSED[name][0], f"cp_custom:context_attention={attention}", 2)
+        train_module(REFUSED[name][0], batches("byte_gpt", 1), f"cp_custom:context_attention={attention}", 2)
     except ConfigurationError as error:
         return str(error)
     return ""

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_parallel import ConfigurationError, _torch, build_strategy
 from lightning_parallel.techniques.context.ring import attend_in_ring
 from lightning_parallel.techniques.context.sequences import Sequences
+from tests.data import batches
 from tests.models.cases import ByteGPT
-from tests.parity import TOLERANCE, make_trainer, worst
-from tests.techniques.context.test_sequences import MODULES, batches, train
+from tests.models.tables import CONTEXT_MODULES
+from tests.parity import TOLERANCE, make_trainer, reference, train, worst
 
 RING = "context_attention=ring"
 MASKED = ("bert", "padded_encoder")
@@ -121,10 +122,10 @@ def test_switches_of_the_process_are_put_back(ranks: Any) -> None:
 # Modules ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [name for name in MODULES if name not in (*MASKED, "vit")])
+@pytest.mark.parametrize("case", [name for name in CONTEXT_MODULES if name not in (*MASKED, "vit")])
 def test_sequences_over_two_ranks(ranks: Any, case: str) -> None:
-    expected = train(case, "auto", 1, 1)
-    assert worst(ranks(2).run(train, case, f"cp_custom:{RING}", 2, 1)[0], expected) < TOLERANCE
+    expected = reference(case)
+    assert worst(ranks(2).run(train, case, "adamw", f"cp_custom:{RING}", 2, 1)[0], expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -141,13 +142,13 @@ def test_sequences_over_two_ranks(ranks: Any, case: str) -> None:
 @pytest.mark.parametrize("case", ["byte_gpt", "odd_length", "one_key_head", "encoder"])
 def test_more_ranks_than_heads_and_products(ranks: Any, case: str, strategy: str, readers: int) -> None:
     """`byte_gpt` has two heads, which Ulysses cannot share among four ranks."""
-    expected = train(case, "auto", 1, 1)
-    assert worst(ranks(4).run(train, case, strategy, 4, readers)[0], expected) < TOLERANCE
+    expected = reference(case)
+    assert worst(ranks(4).run(train, case, "adamw", strategy, 4, readers)[0], expected) < TOLERANCE
 
 
 def test_mixed_precision(ranks: Any) -> None:
-    expected = train("llama", "auto", 1, 1, precision="bf16-mixed")
-    ours = ranks(2).run(train, "llama", f"cp_custom:{RING}", 2, 1, precision="bf16-mixed")[0]
+    expected = reference("llama", precision="bf16-mixed")
+    ours = ranks(2).run(train, "llama", "adamw", f"cp_custom:{RING}", 2, 1, precision="bf16-mixed")[0]
     assert ours.losses == pytest.approx(expected.losses, rel=2e-2)
 
 
@@ -221,7 +222,7 @@ def refusal(case: str, strategy: str, num_ranks: int) -> str:
         if case == "dropout":
             make_trainer(build_strategy(strategy), num_ranks).fit(WithDropout(), batches("byte_gpt", 1))
         else:
-            train(case, strategy, num_ranks, 1)
+            train(case, "adamw", strategy, num_ranks, 1)
     except ConfigurationError as error:
         return str(error)
     return ""

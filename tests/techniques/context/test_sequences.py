@@ -9,165 +9,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_parallel import ConfigurationError, build_strategy, full_state_dict
-from lightning_parallel.callbacks import ExponentialMovingAverage, GlobalBatch, GradientNorm, TokenWeighted
+from lightning_parallel.callbacks import TokenWeighted
 from lightning_parallel.module.hidden_states import Lengths
-from tests.callbacks.test_token_weighted import Padded, ragged
 from tests.collectives import Collectives
-from tests.models.cases import CASES, LENGTH, VOCABULARY, ByteGPT, Case, data_of
-from tests.parity import GLOBAL_BATCH, STEPS, TOLERANCE, Outcome, Recorder, is_moving, make_trainer, worst
-
-HUGGING_FACE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
-
-
-class Llama(Case):
-    """Rotary positions from outside of the layers, and fewer heads of keys and values."""
-
-    def __init__(self, optimizer: str = "adamw", kv_heads: int = 2) -> None:
-        super().__init__(optimizer)
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        self.model = LlamaForCausalLM(
-            LlamaConfig(
-                **HUGGING_FACE, num_hidden_layers=3, num_key_value_heads=kv_heads, max_position_embeddings=LENGTH,
-                pad_token_id=None,
-            )
-        )  # fmt: skip
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        return self.model(input_ids=tokens, labels=tokens).loss
+from tests.data import GLOBAL_BATCH, STEPS, batches, ragged
+from tests.jobs.sharing import counted, lifecycle
+from tests.models.cases import CASES, ByteGPT
+from tests.models.hugging_face import Llama
+from tests.models.padded import Padded
+from tests.models.tables import CONTEXT_MODULES
+from tests.parity import TOLERANCE, Outcome, Recorder, make_trainer, reference, train, worst
 
 
-class OneKeyHead(Llama):
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer, kv_heads=1)
-
-
-class OddLength(Llama):
-    """A length that no number of ranks divides."""
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        return super().loss(tokens[:, :13])
-
-
-class Bert(Case):
-    """Attention in both directions, with padding."""
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer)
-        from transformers import BertConfig, BertForMaskedLM
-
-        self.model = BertForMaskedLM(
-            BertConfig(
-                **HUGGING_FACE, num_hidden_layers=2, max_position_embeddings=LENGTH, hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0,
-            )
-        )  # fmt: skip
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        mask = (torch.arange(LENGTH) < 11 + tokens[:, :1] % 5).long()
-        return self.model(input_ids=tokens, attention_mask=mask, labels=tokens).loss
-
-
-class ViT(Case):
-    """17 positions: 16 patches and a class token."""
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer)
-        from transformers import ViTConfig, ViTForImageClassification
-
-        self.model = ViTForImageClassification(
-            ViTConfig(
-                image_size=8, patch_size=2, num_channels=1, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-                num_attention_heads=4, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-            )
-        )  # fmt: skip
-
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(pixel_values=images).logits, labels)
-
-
-class Encoder(Case):
-    """torch's own layers; the sequence is the second dimension, or the first."""
-
-    def __init__(self, optimizer: str = "adamw", batch_first: bool = True) -> None:
-        super().__init__(optimizer)
-        self.tokens = nn.Embedding(VOCABULARY, 16)
-        self.batch_first = batch_first
-        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=batch_first)
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(16, VOCABULARY)
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        tokens = tokens if self.batch_first else tokens.t()
-        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
-        hidden = self.encoder(self.tokens(tokens), mask=mask, is_causal=True)
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
-
-
-class SequenceFirst(Encoder):
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer, batch_first=False)
-
-
-class PaddedEncoder(Encoder):
-    def loss(self, tokens: Tensor) -> Tensor:
-        padding = torch.arange(LENGTH) >= 10 + tokens[:, :1] % 5
-        hidden = self.encoder(self.tokens(tokens), src_key_padding_mask=padding)
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
-
-
-class TwoLengths(Llama):
-    """Two forwards of different lengths before one backward, which have the same part of two ranks."""
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        return super().loss(tokens[:, :15]) + super().loss(tokens)
-
-
-MODULES: dict[str, type[Case]] = {
-    "llama": Llama,
-    "one_key_head": OneKeyHead,
-    "odd_length": OddLength,
-    "bert": Bert,
-    "vit": ViT,
-    "encoder": Encoder,
-    "sequence_first": SequenceFirst,
-    "padded_encoder": PaddedEncoder,
-    "two_lengths": TwoLengths,
-    **{
-        name: CASES[name]
-        for name in (
-            "byte_gpt", "bare_parameter", "hf_gpt2", "frozen_lora", "parameter_groups", "other_method",
-            "configure_model", "encoder_decoder", "varying_length",
-        )
-    },
-}  # fmt: skip
-
-
-def batches(case: str, num_readers: int, steps: int = STEPS) -> DataLoader[Any]:
-    known = {"vit": "conv_net"}.get(case, case if case in CASES else "byte_gpt")
-    dataset: Dataset[Any] = data_of(known, steps * GLOBAL_BATCH, GLOBAL_BATCH)
-    return DataLoader(dataset, batch_size=GLOBAL_BATCH // num_readers)
-
-
-def train(case: str, strategy: str, num_ranks: int, num_readers: int, **kwargs: Any) -> Outcome:
-    """Five steps of one module; `num_readers` ranks read different samples."""
-    L.seed_everything(3, verbose=False)
-    recorder = Recorder()
-    built = strategy if strategy == "auto" else build_strategy(strategy)
-    trainer = make_trainer(built, num_ranks, callbacks=[recorder], gradient_clip_val=0.5, **kwargs)
-    trainer.fit(MODULES[case]("adamw"), batches(case, num_readers))
-    recorder.outcome.final = full_state_dict(trainer)
-    return recorder.outcome
-
-
-@pytest.mark.parametrize("case", MODULES)
+@pytest.mark.parametrize("case", CONTEXT_MODULES)
 def test_sequences_over_two_ranks(ranks: Any, case: str) -> None:
-    expected = train(case, "auto", 1, 1)
-    assert is_moving(expected)
-    assert worst(ranks(2).run(train, case, "cp_custom", 2, 1)[0], expected) < TOLERANCE
+    assert worst(ranks(2).run(train, case, "adamw", "cp_custom", 2, 1)[0], reference(case)) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -186,32 +45,7 @@ def test_sequences_over_two_ranks(ranks: Any, case: str) -> None:
 def test_products(ranks: Any, case: str, strategy: str, readers: int) -> None:
     if case == "encoder_decoder" and ("context=4" in strategy or strategy.startswith("cp_custom")):
         pytest.skip("it has two heads")
-    expected = train(case, "auto", 1, 1)
-    assert worst(ranks(4).run(train, case, strategy, 4, readers)[0], expected) < TOLERANCE
-
-
-def lifecycle(strategy: str, num_ranks: int, num_readers: int) -> dict[str, Any]:
-    """Validate, fit with validation, test and predict with the same objects, and callbacks that count samples."""
-    L.seed_everything(3, verbose=False)
-    module = ByteGPT("adamw")
-    norms: list[float] = []
-
-    class Norms(L.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            norms.append(float(trainer.callback_metrics["grad_norm"]))
-
-    built = strategy if strategy == "auto" else build_strategy(strategy)
-    callbacks = [GlobalBatch(GLOBAL_BATCH), GradientNorm(), ExponentialMovingAverage(0.5), Norms()]
-    trainer = make_trainer(built, num_ranks, num_sanity_val_steps=1, callbacks=callbacks)
-    loader = batches("byte_gpt", num_readers)
-    found: dict[str, Any] = {"before": trainer.validate(module, loader, verbose=False)}
-    trainer.fit(module, loader, loader)
-    found["during"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    found["test"] = trainer.test(module, loader, verbose=False)
-    found["predictions"] = torch.stack(trainer.predict(module, loader))
-    found["norms"] = norms
-    found["plain"] = type(module.model.blocks[0]).__module__ == "tests.models.cases"
-    return found
+    assert worst(ranks(4).run(train, case, "adamw", strategy, 4, readers)[0], reference(case)) < TOLERANCE
 
 
 def test_every_entry_point(ranks: Any) -> None:
@@ -223,18 +57,6 @@ def test_every_entry_point(ranks: Any) -> None:
         assert ours["norms"] == pytest.approx(expected["norms"], abs=TOLERANCE)
         assert torch.allclose(ours["predictions"], expected["predictions"], atol=TOLERANCE)
         assert ours["plain"]
-
-
-class CountsSamples(ByteGPT):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.log("samples", float(len(batch[0])), sync_dist=True, reduce_fx="sum", on_epoch=True, on_step=False)
-        return super().training_step(batch, batch_idx)
-
-
-def counted(strategy: str, num_ranks: int, num_readers: int) -> float:
-    trainer = make_trainer(build_strategy(strategy), num_ranks)
-    trainer.fit(CountsSamples(), batches("byte_gpt", num_readers))
-    return float(trainer.callback_metrics["samples"])
 
 
 def test_ranks_that_share_samples_count_once(ranks: Any) -> None:

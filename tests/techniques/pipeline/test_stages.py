@@ -27,173 +27,18 @@ from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 from lightning_parallel.techniques.pipeline.stage_plan import StepCosts, balanced
 from lightning_parallel.techniques.sharding import is_sharded
 from tests.collectives import Collectives
+from tests.data import GLOBAL_BATCH, batches, data_of
 from tests.jobs.lifecycle import marks
-from tests.models.cases import CASES, GPT, ByteGPT, Case, data_of, next_token_loss
-from tests.parity import GLOBAL_BATCH, TOLERANCE, Outcome, Recorder, is_moving, make_trainer, worst
-from tests.techniques.context.test_sequences import MODULES as OF_CONTEXT
-from tests.techniques.context.test_sequences import batches
-from tests.techniques.tensor.test_split_layers import Mixtral
-
-
-class Deep(ByteGPT):
-    """Four layers."""
-
-    def __init__(self, optimizer: str = "adamw", depth: int = 4) -> None:
-        super().__init__(optimizer)
-        self.model = GPT(depth=depth)
-
-
-class DeepTied(Deep):
-    """Embedding and head are one parameter, on the first and on the last stage."""
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer)
-        self.model.head.weight = self.model.tokens.weight
-
-
-class HeadFirst(Case):
-    """Everything is registered in another order than it is called; a parameter is read without its module."""
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer)
-        gpt = GPT(depth=4)
-        self.norm, self.head, self.blocks, self.tokens = gpt.norm, gpt.head, gpt.blocks, gpt.tokens
-        self.middle = nn.Parameter(torch.randn(16))
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        hidden = self.tokens(tokens)
-        for index, block in enumerate(self.blocks):
-            hidden = block(hidden)
-            if index == 1:  # between the last layer of a stage and the first of the next
-                hidden = hidden * 1.5 + self.middle
-        return next_token_loss(self.head(self.norm(hidden)), tokens)
-
-
-class ReadsValues(Deep):
-    """Looks at the loss, draws a branch from it, and keeps state on the module."""
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer)
-        self.seen: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        logits = self(batch[0])
-        loss = next_token_loss(logits, batch[0])
-        self.seen.append(loss.item())
-        self.log("train_loss", loss)
-        return {"loss": loss, "logits": logits.detach(), "count": 3}
-
-
-class Recurrent(Deep):
-    """Layers with a GRU, whose result torch transposes in place."""
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gru, self.linear = nn.GRU(16, 16, batch_first=True), nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.linear(self.gru(x)[0])
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer)
-        self.model.blocks = nn.ModuleList(self.Layer() for _ in range(4))
-
-
-class Transposed(Deep):
-    """A parameter of other strides, which the first and the last stage use."""
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer)
-        self.mix = nn.Parameter(torch.randn(16, 16).mul(0.3).t())
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        hidden = self.model.tokens(tokens) @ self.mix
-        for block in self.model.blocks:
-            hidden = block(hidden)
-        return next_token_loss(self.model.head(self.model.norm(hidden @ self.mix)), tokens)
-
-
-class FirstFrozen(Deep):
-    """Nothing is trained on the first stage; the step takes no number of the batch."""
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer)
-        for part in (self.model.tokens, self.model.positions, *self.model.blocks[:2]):
-            part.requires_grad_(False)
-
-    def training_step(self, batch: Any) -> Tensor:
-        return self.loss(*batch)
-
-
-class ReturnsTuples(Deep):
-    """Layers that return more than hidden states, and take them by name."""
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer)
-        self.model.blocks = nn.ModuleList(_WithWeights(block) for block in self.model.blocks)
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        hidden = self.model.tokens(tokens) + self.model.positions.weight
-        for block in self.model.blocks:
-            hidden, _, (_, _) = block(hidden=hidden, scale=torch.full((1,), 0.5))
-        return next_token_loss(self.model.head(self.model.norm(hidden)), tokens)
-
-
-class _WithWeights(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-        self.register_buffer("seen", torch.zeros(2))
-
-    def forward(self, scale: Tensor, hidden: Tensor) -> Any:
-        self.seen += len(hidden) if self.training else 0
-        hidden = self.block(hidden) * scale
-        return hidden, hidden.sum(), (3, None)
-
-
-MODULES: dict[str, type[Case]] = {
-    **{name: cls for name, cls in OF_CONTEXT.items() if name not in ("two_lengths", "encoder_decoder", "one_key_head")},
-    "deep": Deep,
-    "deep_tied": DeepTied,
-    "head_first": HeadFirst,
-    "reads_values": ReadsValues,
-    "first_frozen": FirstFrozen,
-    "returns_tuples": ReturnsTuples,
-    "mixtral": Mixtral,
-    "recurrent": Recurrent,
-    "transposed": Transposed,
-}
-_references: dict[Any, Outcome] = {}
-
-
-def train(
-    case: str, strategy: str, num_ranks: int, num_readers: int, optimizer: str = "adamw", **kwargs: Any
-) -> Outcome:
-    """Five steps of one module; `num_readers` ranks read different samples."""
-    L.seed_everything(3, verbose=False)
-    recorder = Recorder()
-    built = strategy if strategy == "auto" else build_strategy(strategy)
-    kwargs = {"gradient_clip_val": 0.5, **kwargs}
-    trainer = make_trainer(built, num_ranks, callbacks=[recorder], **kwargs)
-    trainer.fit(MODULES[case](optimizer), batches(case, num_readers))
-    recorder.outcome.final = full_state_dict(trainer)
-    return recorder.outcome
-
-
-def reference(case: str, optimizer: str = "adamw", **kwargs: Any) -> Outcome:
-    """One process, once a session."""
-    key = (case, optimizer, *kwargs.items())
-    if key not in _references:
-        _references[key] = train(case, "auto", 1, 1, optimizer, **kwargs)
-        assert is_moving(_references[key])
-    return _references[key]
+from tests.models.cases import CASES, GPT, next_token_loss
+from tests.models.pipelined import Deep, DeepTied
+from tests.models.tables import PIPELINE_MODULES
+from tests.parity import TOLERANCE, Outcome, Recorder, make_trainer, reference, train, worst
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("case", MODULES)
+@pytest.mark.parametrize("case", PIPELINE_MODULES)
 def test_layers_over_two_ranks(ranks: Any, case: str, optimizer: str) -> None:
-    ours = ranks(2).run(train, case, "pp_custom", 2, 1, optimizer)[0]
+    ours = ranks(2).run(train, case, optimizer, "pp_custom", 2, 1)[0]
     difference = worst(ours, reference(case, optimizer))
     print(f"{case} {optimizer}: {difference:.1e}")
     assert difference < TOLERANCE
@@ -211,7 +56,7 @@ SCHEDULED = [
 def test_sequences_are_cut_in_each_stage_of_a_rank(ranks: Any, cut: str, schedule: str) -> None:
     """Between two stages of a rank, others compute: what is cut in the first is joined at its end."""
     strategy = f"fsdp_custom:pipeline=2,{cut},schedule={schedule}"
-    assert worst(ranks(4).run(train, "deep", strategy, 4, 1)[0], reference("deep", "adamw")) < TOLERANCE
+    assert worst(ranks(4).run(train, "deep", "adamw", strategy, 4, 1)[0], reference("deep", "adamw")) < TOLERANCE
 
 
 def on_two_machines(case: str) -> tuple[list[int], Outcome]:
@@ -225,8 +70,8 @@ def on_two_machines(case: str) -> tuple[list[int], Outcome]:
         return strategies[-1]
 
     places = {"NODE_RANK": str(rank // 2), "LOCAL_RANK": str(rank % 2)}
-    with mock.patch.dict(os.environ, places), mock.patch("tests.techniques.pipeline.test_stages.build_strategy", keep):
-        outcome = train(case, "pp_custom", 2, 2, num_nodes=2)
+    with mock.patch.dict(os.environ, places), mock.patch("tests.parity.build_strategy", keep):
+        outcome = train(case, "adamw", "pp_custom", 2, 2, num_nodes=2)
     return dist.get_process_group_ranks(strategies[0].mesh.pipeline_group), outcome
 
 
@@ -251,7 +96,7 @@ def test_stages_of_a_stack_are_on_one_machine(ranks: Any) -> None:
     ],
 )
 def test_products(ranks: Any, case: str, strategy: str, readers: int) -> None:
-    difference = worst(ranks(4).run(train, case, strategy, 4, readers)[0], reference(case))
+    difference = worst(ranks(4).run(train, case, "adamw", strategy, 4, readers)[0], reference(case))
     print(f"{case} {strategy}: {difference:.1e}")
     assert difference < TOLERANCE
 
@@ -271,14 +116,16 @@ def test_products(ranks: Any, case: str, strategy: str, readers: int) -> None:
     ],
 )
 def test_schedules(ranks: Any, options: str) -> None:
-    difference = worst(ranks(2).run(train, "deep_tied", f"pp_custom:{options}", 2, 1)[0], reference("deep_tied"))
+    difference = worst(
+        ranks(2).run(train, "deep_tied", "adamw", f"pp_custom:{options}", 2, 1)[0], reference("deep_tied")
+    )
     print(f"{options}: {difference:.1e}")
     assert difference < TOLERANCE
 
 
 @pytest.mark.parametrize("schedule", ["interleaved,virtual_stages=2", "zbv"])
 def test_two_stages_on_a_rank_write_buffers_once(ranks: Any, schedule: str) -> None:
-    ours = ranks(2).run(train, "returns_tuples", f"pp_custom:schedule={schedule}", 2, 1)[0]
+    ours = ranks(2).run(train, "returns_tuples", "adamw", f"pp_custom:schedule={schedule}", 2, 1)[0]
     assert worst(ours, reference("returns_tuples")) < TOLERANCE
 
 
@@ -309,21 +156,21 @@ def test_a_smaller_last_batch(ranks: Any, options: str) -> None:
 )
 def test_accumulation(ranks: Any, strategy: str) -> None:
     expected = reference("deep_tied", accumulate_grad_batches=2)
-    ours = ranks(4).run(train, "deep_tied", strategy, 4, 2, accumulate_grad_batches=2)[0]
+    ours = ranks(4).run(train, "deep_tied", "adamw", strategy, 4, 2, accumulate_grad_batches=2)[0]
     assert worst(ours, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("case", ["deep_tied", "llama"])
 def test_bf16(ranks: Any, case: str) -> None:
     """Microbatches round in other places: the largest difference read is 5e-3."""
-    ours = ranks(2).run(train, case, "pp_custom", 2, 1, "sgd", precision="bf16-mixed")[0]
+    ours = ranks(2).run(train, case, "sgd", "pp_custom", 2, 1, precision="bf16-mixed")[0]
     assert worst(ours, reference(case, "sgd", precision="bf16-mixed")) < 2e-2
 
 
 def scaled(strategy: str, num_ranks: int, num_readers: int) -> Outcome:
     """16-mixed: the loss of each microbatch is scaled. On the host, Lightning would make bf16 of it."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    return train("deep", strategy, num_ranks, num_readers, "sgd", plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    return train("deep", "sgd", strategy, num_ranks, num_readers, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
 
 
 def test_loss_scaling(ranks: Any) -> None:
@@ -449,7 +296,7 @@ def resumed(strategy: str, num_ranks: int, num_readers: int, path: str) -> Outco
         recorder = Recorder()
         built = strategy if strategy == "auto" else build_strategy(strategy)
         trainer = make_trainer(built, num_ranks, callbacks=[recorder], max_epochs=epochs)
-        trainer.fit(MODULES["head_first"](), batches("head_first", num_readers), ckpt_path=checkpoint)
+        trainer.fit(PIPELINE_MODULES["head_first"](), batches("head_first", num_readers), ckpt_path=checkpoint)
         trainer.save_checkpoint(path)
     recorder.outcome.final = full_state_dict(trainer)
     return recorder.outcome
@@ -470,7 +317,7 @@ def test_resume(ranks: Any, tmp_path: Any) -> None:
 def fitted_twice(first: str, second: str, case: str) -> dict[str, Any]:
     """Fit under one name, look at the module, fit it under another, and give it away trained."""
     L.seed_everything(3, verbose=False)
-    module, plain = MODULES[case]("adamw"), MODULES[case]("adamw")
+    module, plain = PIPELINE_MODULES[case]("adamw"), PIPELINE_MODULES[case]("adamw")
     if case == "configure_model":
         plain.configure_model()
     objects = list(module.parameters())
@@ -520,7 +367,7 @@ def held(strategy: str, num_ranks: int, case: str) -> tuple[int, int, list[str]]
             layers = sorted({name.split(".")[2] for name in local if ".blocks." in name})
             found[:] = [sum(p.numel() for p in local.values()), state, layers, is_sharded(module)]
 
-    module = MODULES[case]("adamw") if case != "configured" else DeepConfigured()
+    module = PIPELINE_MODULES[case]("adamw") if case != "configured" else DeepConfigured()
     trainer = make_trainer(build_strategy(strategy), num_ranks, callbacks=[Count()])
     trainer.fit(module, batches("byte_gpt", 1, 2))
     return tuple(found)  # type: ignore[return-value]
@@ -665,7 +512,14 @@ class Penalty(Deep):
 
 
 def refusal(kind: str, strategy: str, num_ranks: int, batch: int) -> str:
-    modules = {"conditioned": Conditioned, "twice": Twice, "skips": Skips, "penalty": Penalty, **MODULES, **CASES}
+    modules = {
+        "conditioned": Conditioned,
+        "twice": Twice,
+        "skips": Skips,
+        "penalty": Penalty,
+        **PIPELINE_MODULES,
+        **CASES,
+    }
     try:
         loader = DataLoader(data_of(kind if kind in CASES else "byte_gpt", 4 * batch, batch), batch_size=batch)
         make_trainer(build_strategy(strategy), num_ranks).fit(modules[kind]("sgd"), loader)

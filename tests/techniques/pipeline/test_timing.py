@@ -16,9 +16,9 @@ from torchmetrics import MeanMetric
 from lightning_parallel import ConfigurationError, build_strategy, full_state_dict
 from lightning_parallel.techniques.pipeline.stage_plan import StepCosts, balanced
 from lightning_parallel.techniques.pipeline.timing import is_worth_moving
+from tests.data import STEPS, batches
 from tests.models.cases import ByteGPT
-from tests.parity import STEPS, TOLERANCE, Outcome, Recorder, make_trainer, worst
-from tests.techniques.context.test_sequences import batches
+from tests.parity import TOLERANCE, Outcome, Recorder, make_trainer, worst
 
 MICROBATCHES = 4
 
@@ -78,7 +78,7 @@ class SlowHead(Uneven):
         return loss
 
 
-MODULES = {"uneven": Uneven, "even": Even, "slow_head": SlowHead}
+UNEVEN = {"uneven": Uneven, "even": Even, "slow_head": SlowHead}
 
 
 class Stages(Callback):
@@ -96,7 +96,7 @@ class Stages(Callback):
 def train(case: str, strategy: str, num_ranks: int, num_readers: int = 1) -> tuple[Outcome, dict[str, Any]]:
     L.seed_everything(3, verbose=False)
     recorder, stages = Recorder(), Stages()
-    module = MODULES[case]()
+    module = UNEVEN[case]()
     built = strategy if strategy == "auto" else build_strategy(strategy)
     trainer = make_trainer(built, num_ranks, callbacks=[recorder, stages], gradient_clip_val=0.5)
     trainer.fit(module, batches("byte_gpt", num_readers))

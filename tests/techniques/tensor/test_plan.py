@@ -14,7 +14,8 @@ from lightning_parallel.module.layer_stacks import find_layers
 from lightning_parallel.techniques.tensor.plan import TensorPlan, plan_tensor
 from lightning_parallel.techniques.tensor.trace import LayerTrace, trace_layer
 from tests.models.cases import Attention, Block, LoRA
-from tests.techniques.tensor.test_split_layers import MODULES, HardBlock
+from tests.models.layered import HardBlock
+from tests.models.tables import TENSOR_MODULES
 
 COLUMNS, ROWS = "colwise", "rowwise"
 
@@ -253,7 +254,7 @@ def test_given_wrongly(given: dict[str, str], words: list[str]) -> None:
 
 
 def of_case(name: str, degree: int, given: dict[str, str] | None = None) -> TensorPlan:
-    module = MODULES[name]()
+    module = TENSOR_MODULES[name]()
     return plan_tensor(module, find_layers(module), given, degree=degree)
 
 

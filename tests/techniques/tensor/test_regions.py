@@ -14,9 +14,10 @@ from lightning_parallel import build_strategy, full_state_dict
 from lightning_parallel.module.layer_stacks import find_layers
 from lightning_parallel.techniques.tensor.plan import plan_tensor
 from tests.collectives import Collectives
+from tests.data import batches
 from tests.models.cases import CASES, VOCABULARY, ByteGPT, Case
-from tests.parity import TOLERANCE, is_moving, make_trainer, worst
-from tests.techniques.context.test_sequences import MODULES, batches, train
+from tests.models.tables import CONTEXT_MODULES
+from tests.parity import TOLERANCE, is_moving, make_trainer, reference, train, worst
 
 SPLIT_TABLES = {
     "llama": "{lm_head: vocab, embed_tokens: vocab}",
@@ -29,11 +30,11 @@ SPLIT_TABLES = {
 }
 
 
-@pytest.mark.parametrize("case", MODULES)
+@pytest.mark.parametrize("case", CONTEXT_MODULES)
 def test_sequences_between_branches(ranks: Any, case: str) -> None:
-    expected = train(case, "auto", 1, 1)
+    expected = reference(case)
     assert is_moving(expected)
-    assert worst(ranks(2).run(train, case, "tp_custom:sequence=true", 2, 1)[0], expected) < TOLERANCE
+    assert worst(ranks(2).run(train, case, "adamw", "tp_custom:sequence=true", 2, 1)[0], expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -46,16 +47,16 @@ def test_sequences_between_branches(ranks: Any, case: str) -> None:
 )
 @pytest.mark.parametrize("case", ["odd_length", "bert", "two_lengths"])
 def test_products_with_split_sequences(ranks: Any, case: str, strategy: str, readers: int) -> None:
-    expected = train(case, "auto", 1, 1)
-    assert worst(ranks(4).run(train, case, strategy, 4, readers)[0], expected) < TOLERANCE
+    expected = reference(case)
+    assert worst(ranks(4).run(train, case, "adamw", strategy, 4, readers)[0], expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("case", SPLIT_TABLES)
 @pytest.mark.parametrize(("strategy", "size", "readers"), [("tp_custom", 2, 1), ("fsdp_tp_custom", 4, 2)])
 def test_tables_are_split_by_tokens(ranks: Any, case: str, strategy: str, size: int, readers: int) -> None:
-    expected = train(case, "auto", 1, 1)
+    expected = reference(case)
     name = f"{strategy}:tensor_plan={SPLIT_TABLES[case]}"
-    assert worst(ranks(size).run(train, case, name, size, readers)[0], expected) < TOLERANCE
+    assert worst(ranks(size).run(train, case, "adamw", name, size, readers)[0], expected) < TOLERANCE
 
 
 class Separate(nn.Module):

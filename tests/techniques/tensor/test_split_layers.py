@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,174 +17,33 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel import ConfigurationError, build_strategy, full_state_dict
-from lightning_parallel.callbacks import GradientNorm
 from tests.collectives import Collectives
+from tests.data import STEPS, batches
 from tests.jobs.lifecycle import marks
-from tests.models.cases import CASES, VOCABULARY, Case, next_token_loss
-from tests.parity import STEPS, TOLERANCE, Outcome, Recorder, difference, is_moving, make_trainer, worst
-from tests.techniques.context.test_sequences import MODULES as CONTEXT_MODULES
-from tests.techniques.context.test_sequences import CountsSamples, Llama, batches, lifecycle
+from tests.jobs.sharing import counted, lifecycle
+from tests.models.cases import CASES, next_token_loss
+from tests.models.hugging_face import Llama
+from tests.models.layered import DropoutBlock, Hard
+from tests.models.tables import TENSOR_MODULES
+from tests.parity import TOLERANCE, Recorder, assert_same_training, difference, make_trainer, reference, train, worst
 
 KINDS = {"all_gather": "gather", "all_reduce": "all_reduce", "reduce_scatter": "reduce_scatter"}
-SMALL = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
-
-
-class T5(Case):
-    """A bias of relative positions that the first layer makes and the others are given, and cross-attention."""
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer)
-        from transformers import T5Config, T5ForConditionalGeneration
-
-        self.model = T5ForConditionalGeneration(
-            T5Config(
-                vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0,
-                decoder_start_token_id=0, pad_token_id=0, use_cache=False,
-            )
-        )  # fmt: skip
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        return self.model(input_ids=tokens, labels=tokens).loss
-
-
-class Mixtral(T5):
-    """Experts, which stay whole."""
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        Case.__init__(self, optimizer)
-        from transformers import MixtralConfig, MixtralForCausalLM
-
-        self.model = MixtralForCausalLM(MixtralConfig(**SMALL, **GROUPED, num_local_experts=4))
-
-
-class Qwen3(T5):
-    """A norm over each head of queries and of keys."""
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        Case.__init__(self, optimizer)
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
-        self.model = Qwen3ForCausalLM(Qwen3Config(**SMALL, **GROUPED, head_dim=8))
-
-
-class Demo(Case):
-    """Lightning's own demo: `nn.Transformer`, whose layers have the sequence first."""
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer)
-        from lightning.pytorch.demos import Transformer
-
-        self.model = Transformer(vocab_size=VOCABULARY, ninp=16, nhead=4, nhid=32, nlayers=2, dropout=0.0)
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        return F.nll_loss(self.model(tokens, tokens.roll(1, 1)), tokens.flatten())
-
-
-class HardBlock(nn.Module):
-    """Maps of their own for queries, keys and values, and the number of heads written into `forward`."""
-
-    def __init__(self, width: int = 16, heads: int = 4) -> None:
-        super().__init__()
-        self.heads, self.asked_for = heads, heads
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        y = self.norm1(x)
-        q, k, v = (
-            m(y).view(batch, length, self.asked_for, width // self.heads).transpose(1, 2)
-            for m in (self.q, self.k, self.v)
-        )
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class DropoutBlock(HardBlock):
-    """Dropout inside of a branch and on hidden states; ``-1`` heads, so that local tensors run through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked_for = -1
-        self.up, self.down = nn.Sequential(self.up, nn.Dropout(0.3)), nn.Sequential(self.down, nn.Dropout(0.3))
-
-
-class Hard(Case):
-    def __init__(self, optimizer: str = "adamw", make: Any = HardBlock, depth: int = 3) -> None:
-        super().__init__(optimizer)
-        self.tokens = nn.Embedding(VOCABULARY, 16)
-        self.blocks = nn.ModuleList(make() for _ in range(depth))
-        self.head = nn.Linear(16, VOCABULARY)
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return next_token_loss(self.head(x), tokens)
-
-
-MODULES: dict[str, type[Case]] = {
-    **CONTEXT_MODULES,
-    "t5": T5,
-    "mixtral": Mixtral,
-    "qwen3": Qwen3,
-    "demo": Demo,
-    "hard": Hard,
-}
-
-
-def train(
-    case: str, optimizer: str, strategy: str, num_ranks: int, num_readers: int, **kwargs: Any
-) -> tuple[Outcome, list[float]]:
-    """Five batches of one module: what it is judged by, and the norm of all gradients in each update."""
-    L.seed_everything(3, verbose=False)
-    recorder, norms = Recorder(), Norms()
-    trainer = make_trainer(
-        strategy if strategy == "auto" else build_strategy(strategy),
-        num_ranks,
-        callbacks=[GradientNorm(), recorder, norms],
-        **{"gradient_clip_val": 0.5, **kwargs},
-    )
-    trainer.fit(MODULES[case](optimizer), batches(case, num_readers))
-    recorder.outcome.final = full_state_dict(trainer)
-    return recorder.outcome, norms.seen
-
-
-class Norms(Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if "grad_norm" in trainer.callback_metrics:
-            self.seen.append(float(trainer.callback_metrics["grad_norm"]))
-
-
-@functools.cache
-def reference(case: str, optimizer: str = "adamw", **kwargs: Any) -> tuple[Outcome, list[float]]:
-    """Plain Lightning in one process, once a session."""
-    found = train(case, optimizer, "auto", 1, 1, **kwargs)
-    assert is_moving(found[0])
-    return found
-
-
-def assert_equal(ours: tuple[Outcome, list[float]], theirs: tuple[Outcome, list[float]]) -> None:
-    assert worst(ours[0], theirs[0]) < TOLERANCE
-    assert len(ours[1]) == STEPS
-    assert ours[1] == pytest.approx(theirs[1], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("case", MODULES)
+@pytest.mark.parametrize("case", TENSOR_MODULES)
 def test_two_ranks_share_each_layer(ranks: Any, case: str, optimizer: str) -> None:
-    assert_equal(ranks(2).run(train, case, optimizer, "tp_custom", 2, 1)[0], reference(case, optimizer))
+    assert_same_training(
+        ranks(2).run(train, case, optimizer, "tp_custom", 2, 1, norms=True)[0], reference(case, optimizer, norms=True)
+    )
 
 
 @pytest.mark.parametrize("case", ["llama", "one_key_head", "hard", "t5", "vit", "padded_encoder", "qwen3"])
 def test_four_ranks_share_each_layer(ranks: Any, case: str) -> None:
     """Llama has two heads of keys and values, which stay whole."""
-    assert_equal(ranks(4).run(train, case, "adamw", "tp_custom", 4, 1)[0], reference(case))
+    assert_same_training(
+        ranks(4).run(train, case, "adamw", "tp_custom", 4, 1, norms=True)[0], reference(case, norms=True)
+    )
 
 
 PRODUCTS = [
@@ -204,7 +62,9 @@ def test_products(ranks: Any, case: str, strategy: str, readers: int) -> None:
         pytest.skip("one module with each way to build it is enough for these")
     if "context" in strategy and case not in ("llama", "hard", "demo"):
         pytest.skip("it has two heads")
-    assert_equal(ranks(4).run(train, case, "adamw", strategy, 4, readers)[0], reference(case))
+    assert_same_training(
+        ranks(4).run(train, case, "adamw", strategy, 4, readers, norms=True)[0], reference(case, norms=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,33 +75,33 @@ def test_products(ranks: Any, case: str, strategy: str, readers: int) -> None:
 def test_layer_policies(ranks: Any, case: str, policies: str) -> None:
     if case == "byte_gpt" and "compile" in policies:
         pytest.skip("DTensors run through its layers, which takes the compiler a minute: see the matrix of policies")
-    found = ranks(4).run(train, case, "adamw", f"fsdp_tp_custom:{policies}", 4, 2)[0]
-    assert_equal(found, reference(case))
+    found = ranks(4).run(train, case, "adamw", f"fsdp_tp_custom:{policies}", 4, 2, norms=True)[0]
+    assert_same_training(found, reference(case, norms=True))
 
 
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("strategy", ["fsdp_tp_custom", "hsdp_custom:replicate=2,tensor=2"])
 def test_accumulation(ranks: Any, strategy: str, sync: str) -> None:
     text = f"{strategy}{',' if ':' in strategy else ':'}accumulation_sync={sync}"
-    ours = ranks(4).run(train, "hard", "adamw", text, 4, 2, accumulate_grad_batches=2)[0]
-    theirs = reference("hard", "adamw", accumulate_grad_batches=2)
-    assert worst(ours[0], theirs[0]) < TOLERANCE
-    assert ours[1] == pytest.approx(theirs[1], abs=TOLERANCE)
+    ours = ranks(4).run(train, "hard", "adamw", text, 4, 2, accumulate_grad_batches=2, norms=True)[0]
+    theirs = reference("hard", "adamw", accumulate_grad_batches=2, norms=True)
+    assert worst(ours, theirs) < TOLERANCE
+    assert ours.norms == pytest.approx(theirs.norms, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("case", ["llama", "hard", "encoder", "hf_gpt2"])
 def test_mixed_precision(ranks: Any, case: str) -> None:
     """bfloat16 has 8 bits of mantissa."""
-    ours = ranks(4).run(train, case, "adamw", "fsdp_tp_custom", 4, 2, precision="bf16-mixed")[0][0]
-    theirs = reference(case, "adamw", precision="bf16-mixed")[0]
+    ours = ranks(4).run(train, case, "adamw", "fsdp_tp_custom", 4, 2, precision="bf16-mixed", norms=True)[0]
+    theirs = reference(case, precision="bf16-mixed", norms=True)
     assert ours.losses == pytest.approx(theirs.losses, abs=2e-2)
 
 
 @pytest.mark.parametrize(("threshold", "algorithm"), [(0.01, "norm"), (0.001, "value"), (None, "norm")])
 def test_clipping(ranks: Any, threshold: float | None, algorithm: str) -> None:
     kwargs = {"gradient_clip_val": threshold, "gradient_clip_algorithm": algorithm}
-    ours = ranks(4).run(train, "hard", "sgd", "fsdp_tp_custom", 4, 2, **kwargs)[0]
-    assert_equal(ours, reference("hard", "sgd", **kwargs))
+    ours = ranks(4).run(train, "hard", "sgd", "fsdp_tp_custom", 4, 2, **kwargs, norms=True)[0]
+    assert_same_training(ours, reference("hard", "sgd", **kwargs, norms=True))
 
 
 # The user's own plan ------------------------------------------------------------------------------------------------
@@ -262,8 +122,8 @@ def test_clipping(ranks: Any, threshold: float | None, algorithm: str) -> None:
 )
 def test_own_plan(ranks: Any, plan: str) -> None:
     """Some of these split less than they could; their numbers are right."""
-    ours = ranks(2).run(train, "hard", "adamw", f"tp_custom:tensor_plan={plan}", 2, 1)[0]
-    assert_equal(ours, reference("hard"))
+    ours = ranks(2).run(train, "hard", "adamw", f"tp_custom:tensor_plan={plan}", 2, 1, norms=True)[0]
+    assert_same_training(ours, reference("hard", norms=True))
 
 
 # What is sent, and what is held -------------------------------------------------------------------------------------
@@ -297,7 +157,7 @@ def sent(case: str) -> tuple[dict[str, int], dict[str, int]]:
     """What peers send in forward and in backward of the second step."""
     forward, backward = BetweenPeers(), BetweenPeers()
 
-    class Module(MODULES[case]):  # type: ignore[misc]
+    class Module(TENSOR_MODULES[case]):  # type: ignore[misc]
         def loss(self, tokens: Tensor) -> Tensor:
             if self.global_step != 1:
                 return super().loss(tokens)
@@ -364,7 +224,7 @@ class Held(Callback):
 def held(case: str, strategy: str, num_ranks: int, num_readers: int) -> Held:
     callback = Held()
     trainer = make_trainer(build_strategy(strategy), num_ranks, callbacks=[callback])
-    trainer.fit(MODULES[case]("adamw"), batches(case, num_readers, 1))
+    trainer.fit(TENSOR_MODULES[case]("adamw"), batches(case, num_readers, 1))
     return callback
 
 
@@ -450,7 +310,7 @@ def test_checkpoints_resume_under_other_names(ranks: Any, tmp_path: Path) -> Non
 def plain_again(case: str) -> dict[str, Any]:
     """A module after fit, and after another under another strategy."""
     L.seed_everything(3, verbose=False)
-    module, untouched = MODULES[case]("adamw"), MODULES[case]("adamw")
+    module, untouched = TENSOR_MODULES[case]("adamw"), TENSOR_MODULES[case]("adamw")
     objects = list(module.parameters())
     trainer = make_trainer(build_strategy("tp_custom"), 2)
     trainer.fit(module, batches(case, 1, 2))
@@ -473,12 +333,6 @@ def test_the_module_is_plain_again(ranks: Any, case: str) -> None:
         assert found["same objects"]
         assert found["difference"] == 0.0
     assert first["loss"] == second["loss"]
-
-
-def counted(strategy: str, num_ranks: int, num_readers: int) -> float:
-    trainer = make_trainer(build_strategy(strategy), num_ranks)
-    trainer.fit(CountsSamples(), batches("byte_gpt", num_readers))
-    return float(trainer.callback_metrics["samples"])
 
 
 @pytest.mark.parametrize(("strategy", "readers"), [("fsdp_tp_custom", 2), ("hsdp_custom:replicate=2,tensor=2", 2)])
@@ -562,7 +416,7 @@ class Lone(Hard):
 
 
 REFUSED = {
-    **MODULES, "narrow": Narrow, "untraceable": Untraceable, "lone": Lone, "lstm": CASES["lstm"],
+    **TENSOR_MODULES, "narrow": Narrow, "untraceable": Untraceable, "lone": Lone, "lstm": CASES["lstm"],
     "three_key_heads": lambda: Llama(kv_heads=4),
 }  # fmt: skip
 
@@ -646,7 +500,7 @@ def refusal(make: Any, options: str) -> str:
     ("make", "options", "words"),
     [
         (NotLinear, "", ["no branch of linear maps was found", "tensor_plan", "tensor=1"]),
-        (MODULES["configure_model"], "tensor_plan={upp: colwise}", ["'upp' names no linear map"]),
+        (TENSOR_MODULES["configure_model"], "tensor_plan={upp: colwise}", ["'upp' names no linear map"]),
     ],
 )
 def test_a_layer_that_cannot_be_split_is_refused(ranks: Any, make: Any, options: str, words: list[str]) -> None:
