@@ -23,6 +23,9 @@ from tests.names import num_readers
 TOLERANCE = 1e-5
 """fp32 sums in another order: five steps of these models differ by some 1e-7 where nothing is wrong."""
 
+BF16 = 2e-2
+"""On the loss: bf16 has 8 bits of mantissa, and a half batch rounds elsewhere than a whole one."""
+
 PARITY = "parity"
 """What tests record as a property, for the table at the end: ((module, name), the largest difference)."""
 

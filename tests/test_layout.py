@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "lightning_parallel"
+TESTS = Path(__file__).parent
+MOST_LINES = 400
+PACKAGE = TESTS.parent / "lightning_parallel"
 LAYERS = (
     ("errors",),
     ("_torch",),
@@ -109,3 +111,24 @@ def test_private_torch_is_in_one_place(path: Path) -> None:
 def test_techniques_read_no_environment(path: Path) -> None:
     if path.parts[0].removesuffix(".py") in WITHOUT_ENVIRONMENT:
         assert "environ" not in (PACKAGE / path).read_text()
+
+
+# The tests themselves -------------------------------------------------------------------------------------------------
+
+
+def test_files_of_tests_are_short() -> None:
+    lines = {path: path.read_text().count("\n") for path in TESTS.rglob("*.py")}
+    assert {str(path.relative_to(TESTS)): number for path, number in lines.items() if number > MOST_LINES} == {}
+
+
+def test_files_of_tests_do_not_import_each_other() -> None:
+    """What they share is in `models`, `jobs`, `data.py`, `parity.py` and so on, none of which has a test."""
+    for path in TESTS.rglob("*.py"):
+        parts = [part for module in imports(path) if module.startswith("tests.") for part in module.split(".")]
+        assert not any(part.startswith("test_") for part in parts), path
+        assert path.name.startswith("test_") or "\ndef test_" not in path.read_text(), path
+
+
+def test_folders_of_tests_are_those_of_the_package() -> None:
+    folders = {path.parent.relative_to(TESTS) for path in TESTS.rglob("test_*.py")}
+    assert all((PACKAGE / folder).is_dir() for folder in folders - {Path("matrices")})

@@ -8,26 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 
-from lightning_parallel.cli import devices, main
+from lightning_parallel.cli import devices
 from lightning_parallel.presets import PRESETS
-
-ROOT = Path(__file__).parents[2]
-CONFIG: dict[str, Any] = {
-    "seed_everything": 3,
-    "trainer": {
-        "accelerator": "cpu",
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    },
-    "model": {"class_path": "tests.models.cli_module.Module"},
-    "data": {"class_path": "tests.models.cli_module.Data"},
-}
+from tests.cli.command import CONFIG, ROOT, run
 
 
 @pytest.fixture
@@ -42,22 +27,6 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher notes its rank in the environment; `sys.path` gets the working directory."""
     monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The command in this process; its exit status."""
-    monkeypatch.setattr(sys, "argv", ["lightning-parallel", *arguments])
-    before = dict(os.environ)
-    try:
-        main.main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return 0
 
 
 def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,6 +175,7 @@ POLICIES_IN_YAML: dict[str, dict[str, Any]] = {
         },
     },
 }
+
 CALLBACKS: list[dict[str, Any]] = [
     {
         "class_path": "lightning_parallel.callbacks.TokenWeighted",

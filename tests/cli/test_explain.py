@@ -10,7 +10,7 @@ import torch.distributed as dist
 import yaml
 
 from lightning_parallel import build_strategy, explain
-from tests.cli.test_cli import CONFIG, run
+from tests.cli.command import CONFIG, run
 from tests.models.tables import TENSOR_MODULES
 from tests.parity import make_trainer
 

@@ -126,3 +126,19 @@ class Qwen3(T5):
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
         self.model = Qwen3ForCausalLM(Qwen3Config(**SMALL, **GROUPED, head_dim=8))
+
+
+class CachingLlama(Case):
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=3,
+                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, pad_token_id=None,
+            )
+        )  # fmt: skip
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, labels=tokens).loss

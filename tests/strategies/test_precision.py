@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_parallel import DtypePolicy, MeshStrategy
 from lightning_parallel.dtypes import POLICIES, precision_violations
+from tests.collectives import collectives_of_a_window
 from tests.jobs.half_precision import half_precision, in_bf16, scale_after, scaled_gan
 from tests.parity import difference
 
@@ -67,3 +69,34 @@ def test_scaling_with_two_optimizers_and_whole_parameters(ranks: Any, name: str)
     size = 4 if name == "hsdp_custom" else 2
     reference = scaled_gan("auto", 1)
     assert difference(ranks(size).run(scaled_gan, name, size)[0], reference) < 2e-2
+
+
+# Dtypes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "gathers", "reduces"),
+    [
+        ("32-true", torch.float32, torch.float32),
+        ("bf16-mixed", torch.bfloat16, torch.float32),
+        ("bf16-true", torch.bfloat16, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize(("name", "size"), [("fsdp_custom", 2), ("zero2_custom", 2), ("hsdp_custom", 4)])
+def test_dtypes_of_collectives(ranks: Any, name: str, size: int, precision: str, gathers: Any, reduces: Any) -> None:
+    counts = ranks(size).run(collectives_of_a_window, name, 1, precision=precision)[0]
+    assert counts.dtypes("gather") == {gathers}, counts
+    assert counts.dtypes("reduce_scatter") == {reduces}, counts
+
+
+def own_policy(as_text: bool) -> Any:
+    if as_text:
+        return collectives_of_a_window("fsdp_custom:precision_policy={param: bfloat16, reduce: bfloat16}")
+    policy = DtypePolicy(param=torch.bfloat16, reduce=torch.bfloat16)
+    return collectives_of_a_window(MeshStrategy(precision_policy=policy))
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_policy_of_ones_own(ranks: Any, as_text: bool) -> None:
+    counts = ranks(2).run(own_policy, as_text)[0]
+    assert counts.dtypes("gather") == counts.dtypes("reduce_scatter") == {torch.bfloat16}

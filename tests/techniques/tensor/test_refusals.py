@@ -1,0 +1,153 @@
+"""Layers and degrees that tensor parallel refuses, in words."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_parallel import ConfigurationError, build_strategy
+from tests.data import batches
+from tests.models.cases import CASES, next_token_loss
+from tests.models.hugging_face import Llama
+from tests.models.layered import Hard
+from tests.models.tables import TENSOR_MODULES
+from tests.parity import make_trainer
+
+
+class Narrow(Hard):
+    """Ten features in the middle, which three or four ranks cannot share."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer, make=lambda: nn.Sequential(nn.Linear(16, 10), nn.GELU(), nn.Linear(10, 16)))
+
+
+class NeedsMore(nn.Module):
+    """Takes an object, which nobody can guess."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor, settings: Any) -> Tensor:
+        return x + self.down(F.gelu(self.up(x) * settings.scale))
+
+
+class Untraceable(Hard):
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer, make=NeedsMore)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x, SimpleNamespace(scale=1.0))
+        return next_token_loss(self.head(x), tokens)
+
+
+class Lone(Hard):
+    """One map a layer: there is no pair of maps with features between them."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer, make=lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU()))
+
+
+REFUSED = {
+    **TENSOR_MODULES, "narrow": Narrow, "untraceable": Untraceable, "lone": Lone, "lstm": CASES["lstm"],
+    "three_key_heads": lambda: Llama(kv_heads=4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "options", "words"),
+    [
+        ("byte_gpt", 4, "", ["model.blocks.0: tensor=4 cannot share 2 heads; possible: 1, 2"]),
+        ("llama", 3, "", ["tensor=3 cannot share 4 heads and 2 heads of keys and values; possible: 1, 2, 4"]),
+        ("encoder", 8, "", ["cannot share 4 heads", "possible: 1, 2, 4"]),
+        ("narrow", 4, "", ["tensor=4 does not divide the 10 outputs of blocks.0.0", "possible: 1, 2, 5, 10"]),
+        ("hard", 2, "tensor_plan={upp: colwise}", ["'upp' names no linear map of the layers", "up"]),
+        ("hard", 2, "tensor_plan={up: columns}", ["'columns' for 'up' is unknown", "colwise, rowwise, replicate"]),
+        ("hard", 2, "tensor_plan={norm1: colwise}", ["'norm1' names no linear map"]),
+        ("hard", 2, "tensor_plan={head: colwise}", ["'head' names no linear map of the layers"]),
+        ("hard", 2, "tensor_plan={up: replicate}", ["no branch of linear maps"]),
+        ("hard", 2, "tensor_plan={}", ["no branch of linear maps"]),
+        ("untraceable", 2, "", ["blocks.0 (NeedsMore) could not be run on hidden states", "tensor_plan="]),
+        ("lone", 2, "", ["tensor=2: no branch of linear maps was found", "tensor=1"]),
+        ("lstm", 2, "", ["tensor=2 works layer by layer, and LSTMModel has no stack of repeated layers", "layers="]),
+        (
+            "narrow", 4, "tensor_plan={blocks.*.0: colwise, upp: columns}",
+            ["5 problems", "'upp' names no", "'columns' for 'upp'", "does not divide the 10 outputs"],
+        ),
+    ],
+)  # fmt: skip
+def test_refused_before_processes_start(
+    case: str, size: int, options: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **kwargs: pytest.fail("a process was started"))
+    trainer = make_trainer(build_strategy(f"tp_custom:{options}"), size)
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(REFUSED[case](), batches("byte_gpt", 1))
+    assert not dist.is_initialized()
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+
+class Scaled(nn.Linear):
+    """A linear map that is none: its result is doubled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Grouped(nn.Module):
+    """A convolution between the maps, which knows how many channels there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.mix = nn.Conv1d(32, 32, 3, padding=1, groups=32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.mix(self.up(x).transpose(1, 2)).transpose(1, 2))
+
+
+class Doubling(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(16, 32), nn.GELU(), Scaled(32, 16))
+
+
+class NotLinear(Hard):
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer, make=Doubling)
+
+
+class Convolved(Hard):
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer, make=Grouped)
+
+
+def refusal(make: Any, options: str) -> str:
+    try:
+        make_trainer(build_strategy(f"tp_custom:{options}"), 2).fit(make(), batches("byte_gpt", 1))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (NotLinear, "", ["no branch of linear maps was found", "tensor_plan", "tensor=1"]),
+        (TENSOR_MODULES["configure_model"], "tensor_plan={upp: colwise}", ["'upp' names no linear map"]),
+    ],
+)
+def test_a_layer_that_cannot_be_split_is_refused(ranks: Any, make: Any, options: str, words: list[str]) -> None:
+    message = ranks(2).run(refusal, make, options)[0]
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_what_would_be_refused_can_be_left_whole(ranks: Any) -> None:
+    assert ranks(2).run(refusal, NotLinear, "tensor_plan={blocks.*.0: colwise}") == ["", ""]
+    assert ranks(2).run(refusal, Convolved, "") == ["", ""]  # what torch cannot split runs on whole tensors
