@@ -25,7 +25,8 @@ from lightning_parallel.policies import LayerPolicies, Policies
 from lightning_parallel.strategies import planned_strategy
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 from tests.collectives import Collectives
-from tests.models.cases import CASES, Block, loader_of
+from tests.data import loader_of
+from tests.models.cases import CASES, Block
 from tests.parity import make_trainer
 
 NAMES = {

@@ -274,7 +274,7 @@ def chosen(free: int) -> tuple[int, list[str]]:
     told: list[str] = []
     with (
         mock.patch("lightning_parallel.techniques.accumulation.headroom", return_value=free),
-        mock.patch("lightning_parallel.strategies.pipelined_strategy.rank_zero_info", told.append),
+        mock.patch("lightning_parallel.strategies.parallel_module.rank_zero_info", told.append),
     ):
         counts = collectives_of_a_window("fsdp_custom", 4)
     return counts.number("reduce_scatter"), [message for message in told if "accumulation_sync" in message]
