@@ -26,13 +26,13 @@ _attention = F.scaled_dot_product_attention
 
 
 class HeadSplit(TorchFunctionMode):
-    """Inside this context, DTensors and tensors may meet, and attention over DTensors is over this rank's heads.
+    """Mode in which operations may mix DTensors and tensors, and attention over DTensors is over this rank's heads.
 
-    A tensor that meets a DTensor is whole and equal on every rank; its gradient is added up over them.
+    A tensor that meets a DTensor is whole and equal on every rank; its gradient is summed over them.
 
     Args:
         mesh: The ranks that share the heads.
-        region: What is whole inside a branch, and what its gradient is.
+        region: Converts whole tensors to DTensors with the right gradient.
     """
 
     def __init__(self, mesh: DeviceMesh, region: ReplicatedRegion) -> None:
@@ -46,7 +46,8 @@ class HeadSplit(TorchFunctionMode):
         has_parts = any(isinstance(tensor, DTensor) for tensor in tensors)
         if func is _attention and has_parts:
             return self._attend(*args, **kwargs)
-        if func in _BACKWARD:  # these take tensors as they are: a copy has no gradient
+        # Backward needs the tensors themselves, since copies are not in its graph.
+        if func in _BACKWARD:
             return func(*args, **kwargs)
         if has_parts and not all(isinstance(tensor, DTensor) for tensor in tensors):
             args, kwargs = tree_map_only(Tensor, self._as_whole, (args, kwargs))
@@ -54,7 +55,9 @@ class HeadSplit(TorchFunctionMode):
             return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
-        except RuntimeError:  # torch has no rule for parts; a second error is the code's own
+        except RuntimeError:
+            # Torch has no sharding rule for this operation, so it runs on whole tensors. An error that is the user's
+            # own comes again.
             args, kwargs = tree_map_only(DTensor, self._gathered, (args, kwargs))
             return func(*args, **kwargs)
 
@@ -67,7 +70,8 @@ class HeadSplit(TorchFunctionMode):
             return tensor
         return self._region.as_dtensor(tensor, self._mesh)
 
-    @_torch.modes.not_compiled  # queries, keys and values differ in strides, for which the compiler has one frame
+    # Not compiled: queries, keys and values differ in strides, and the compiler assumes those of the first.
+    @_torch.modes.not_compiled
     def _attend(
         self,
         query: Tensor,
@@ -89,16 +93,18 @@ class HeadSplit(TorchFunctionMode):
     def _own_heads(self, states: Tensor) -> Tensor:
         parts: Any = self._as_whole(states).contiguous()
         dim = states.ndim - 3
-        if parts.placements[0].is_replicate():  # such as a third of a fused map, whose parts are no heads
+        # A third of a fused map, for example, is whole: the parts of the map were not heads.
+        if parts.placements[0].is_replicate():
             whole = contiguous_backward(parts.to_local(grad_placements=[Partial()]))
             return whole.chunk(self._mesh.size(), dim)[self._mesh.get_local_rank()]
         return contiguous_backward(parts.redistribute(placements=[Shard(dim)]).to_local())
 
     def _heads_for(self, states: Tensor, heads: int) -> Tensor:
-        """The heads of keys or values that belong to this rank's of `heads` heads of queries."""
+        """Take the heads of keys or values that this rank's part of `heads` heads of queries attends to."""
         size, dim, kv_heads = self._mesh.size(), states.ndim - 3, states.shape[-3]
         if kv_heads % size == 0:
             return self._own_heads(states)
+        # Fewer heads of keys than ranks: several ranks use the same one, so its gradient is summed over them.
         whole = self._region.copy_to(full_of(states))
         own = torch.arange(heads // size, device=whole.device) + self._mesh.get_local_rank() * (heads // size)
         return whole.index_select(dim, own * kv_heads // heads)
@@ -124,19 +130,27 @@ def attend_multihead(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `nn.MultiheadAttention.forward` computes, each rank with its part of the heads.
+    """Compute `nn.MultiheadAttention.forward`, each rank with its part of the heads.
+
+    Arguments that are not described here are as in that method.
 
     Args:
         attention: The module; its weights are split.
-        region: How hidden states pass in and out.
-        query: As `nn.MultiheadAttention.forward` takes it, and so are the other arguments.
-        key: The same.
-        value: The same.
-        key_padding_mask: The same.
-        need_weights: The same.
-        attn_mask: The same.
-        average_attn_weights: The same; only ``True``.
-        is_causal: The same; a hint, by which the mask need not be looked at.
+        region: The collectives by which hidden states enter and leave the branch.
+        query: `[batch, length, width]`, `[length, batch, width]` or, without a batch, `[length, width]`.
+        key: `[batch, keys, width]`, and so on.
+        value: As `key`.
+        key_padding_mask: `[batch, keys]`; true for padding, or added to the scores.
+        need_weights: Whether attention weights are returned, averaged over heads.
+        attn_mask: `[length, keys]` or `[batch * heads, length, keys]`; true where attention is not allowed, or added.
+        average_attn_weights: Only ``True``.
+        is_causal: A hint that `attn_mask` is causal, so that the mask itself is not needed.
+
+    Returns:
+        Hidden states as `query`, and weights `[batch, length, keys]` or ``None``.
+
+    Raises:
+        ConfigurationError: For weights of single heads, which no rank has all of.
     """
     if need_weights and not average_attn_weights:
         raise ConfigurationError(
@@ -147,7 +161,7 @@ def attend_multihead(
     if not is_batched:
         states = [each.unsqueeze(0 if attention.batch_first else 1) for each in states]
     q, k, v = _projected(attention, region, states)
-    is_causal = is_causal and key_padding_mask is None and not need_weights  # then torch, too, needs no mask
+    is_causal = is_causal and key_padding_mask is None and not need_weights  # the same condition as in torch
     mask = None if is_causal else _merged(attn_mask, key_padding_mask, q, attention.num_heads, region.group)
     dropout = attention.dropout if attention.training else 0.0
     weights = None
@@ -170,7 +184,7 @@ def attend_multihead(
 
 
 def _projected(attention: Any, region: ReplicatedRegion, states: list[Tensor]) -> list[Tensor]:
-    """Queries, keys and values of this rank's heads, `[batch, heads / ranks, length, dim]`."""
+    """Project to queries, keys and values of this rank's heads, `[batch, heads / ranks, length, dim]`."""
     if attention._qkv_same_embed_dim:
         weights = _thirds(attention.in_proj_weight, region.group)
     else:
@@ -186,7 +200,10 @@ def _projected(attention: Any, region: ReplicatedRegion, states: list[Tensor]) -
 
 
 def _thirds(packed: DTensor, group: ProcessGroup) -> list[Tensor]:
-    """This rank's rows for queries, for keys and for values; what it holds are rows of other thirds, too."""
+    """Take this rank's rows for queries, for keys and for values from a packed weight, `[3 * width, ...]`.
+
+    It is gathered first: an equal part of the packed rows is not a part of each third.
+    """
     whole = gather_from_sequence(packed.to_local(), 0, group)
     return [third.chunk(group.size())[group.rank()] for third in whole.chunk(3)]
 
@@ -194,7 +211,7 @@ def _thirds(packed: DTensor, group: ProcessGroup) -> list[Tensor]:
 def _merged(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor, heads: int, group: ProcessGroup
 ) -> Tensor | None:
-    """Both masks as one that is added, for this rank's heads: `[batch or 1, heads / ranks or 1, length, length]`."""
+    """Merge both masks to one that is added: `[batch or 1, this rank's heads or 1, length, keys]`."""
     masks = []
     if attn_mask is not None:
         mask = _added(attn_mask, query.dtype)

@@ -1,4 +1,4 @@
-"""Between tensors and DTensors, with the gradients that each side needs."""
+"""Conversions between tensors and DTensors, with the gradients that each side needs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from lightning_parallel.ranks.collectives import alias, paired
 
 @_torch.modes.not_compiled
 def contiguous_backward(part: Tensor) -> Tensor:
-    """Identity forward; backward makes the gradient contiguous, as DTensors take its strides for those of `part`."""
+    """Identity forward; backward makes the gradient contiguous.
+
+    DTensors assume that a gradient has the strides of `part`, and would read it wrongly otherwise.
+    """
     return paired(part, alias, Tensor.contiguous)
 
 
 @_torch.modes.not_compiled
 def as_summand(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """`whole` as a replicated DTensor; its gradient is this rank's summand of the whole one.
+    """Convert `whole` to a replicated DTensor whose gradient is this rank's summand of the whole one.
 
     Args:
         whole: Equal on all ranks.
@@ -39,6 +42,7 @@ class _AsSummand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         gradient = gradients[0]
+        # A partial gradient is a summand already. Any other is the whole one, of which each rank takes an equal share.
         if gradient.placements[0].is_partial():
             return gradient.to_local(), None
         return gradient.full_tensor() / gradient.device_mesh.size(), None

@@ -34,13 +34,13 @@ def apply_tensor(
     Args:
         stacks: For each stack its layers with their paths, in the order in which they run; whole and equal on every
             rank, or on the meta device.
-        plan: What is split how.
+        plan: The role of each linear map.
         mesh: One axis: the ranks that share a matrix product.
-        peers: All ranks that hold these layers, in host memory.
+        peers: All ranks that hold these layers, a group for host memory.
         sequence: Whether each rank has a part of the positions between branches.
 
     Returns:
-        The lengths of sequences that are cut, for each stack.
+        For each stack, the lengths of sequences that are split; empty without `sequence`.
     """
     group: ProcessGroup = mesh.get_group()
     parameters: dict[nn.Parameter, nn.Parameter] = {}
@@ -51,6 +51,7 @@ def apply_tensor(
             roles = plan.below(path)
             if (not roles and not sequence) or any(layer is earlier for _, earlier in stack[:index]):
                 continue
+            # Layers that compute alike are compared with their unsplit selves only once.
             key = number, type(layer), tuple(roles.items()), _settings(layer)
             flow = flows.setdefault(key, Flow(path, mesh, peers))
             is_first, is_last = index == 0, index == len(stack) - 1
@@ -65,7 +66,7 @@ def apply_tensor(
 
 
 def _settings(layer: nn.Module) -> tuple[Any, ...]:
-    """What may make layers of one class compute differently; a layer's number is none of it."""
+    """Settings by which layers of one class may compute differently; a layer's number is not one of them."""
     return tuple(
         (path, type(child), name, value)
         for path, child in layer.named_modules()
@@ -94,7 +95,8 @@ def _branching(self: Any, split: SplitLayer, cls: type[Any], *args: Any, **kwarg
 
 
 def _splitting(self: Any, split: SplitLayer, cls: type[Any], *args: Any, **kwargs: Any) -> Any:
-    if torch.is_grad_enabled():  # nobody reads a cache of some heads in training; Hugging Face fills one there, too
+    # Hugging Face fills a cache in training, too, where it is never read; here it would have some of the heads only.
+    if torch.is_grad_enabled():
         args = tuple(without_fresh_cache(self, args))
         kwargs = dict(zip(kwargs, without_fresh_cache(self, kwargs.values()), strict=True))
     function = functools.partial(cls.forward, self)

@@ -1,4 +1,4 @@
-"""Linear maps whose weights are cut over ranks, by columns or by rows."""
+"""Linear maps whose weights are split over ranks, by columns or by rows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ from lightning_parallel.techniques.tensor.trace import is_transposed
 def split_maps(
     layer: nn.Module, roles: dict[str, str], split: SplitLayer, parameters: dict[nn.Parameter, nn.Parameter]
 ) -> None:
-    """Split the linear maps of `layer` as `roles` says, by their paths in it.
+    """Split the linear maps of a layer, in place.
 
-    `parameters` is what has become of each parameter so far, and grows: one that several maps share is split once.
+    Args:
+        layer: The layer.
+        roles: Path of a map in the layer -> its role.
+        split: The layer's state, which says how maps run.
+        parameters: Parameter -> its replacement so far; grows, so that a parameter of several maps is split once.
     """
     distribute = functools.partial(split_parameters, mesh=split.flow.mesh, known=parameters)
     for name, role in roles.items():
@@ -54,6 +58,7 @@ def _by_rows(self: Any, split: SplitLayer, cls: type[Any], states: Tensor) -> An
         states = states.redistribute(placements=[Shard(states.ndim - 1)]).to_local()
     elif states.shape[-1] != self.weight.to_local().shape[0 if is_transposed(self) else 1]:
         states = split.region.row_input(states)
+    # The bias is added after the sum over ranks, which would count it once for each rank.
     result = split.region.row_output(_product(self, states, None))
     return result if self.bias is None else result + self.bias.to(result.dtype)
 

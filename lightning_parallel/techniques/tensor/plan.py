@@ -1,8 +1,8 @@
-"""Which linear maps of the layers are split over ranks, and how.
+"""Tensor-parallel plan: the linear maps of the layers that are split over ranks, and the role of each.
 
 Source: Shoeybi et al. 2019, "Megatron-LM". Maps that read the same hidden states are split by columns (each rank has
 some of the outputs), the map that closes a branch by rows. The plan comes from the user's dict, else from the model's
-own `_tp_plan` (Hugging Face), else from following what flows from map to map in one layer, on the meta device.
+own `_tp_plan` (Hugging Face), else from tracing the data flow between the maps of one layer, on the meta device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_parallel.techniques.tensor.trace import (
 ROLES = ("colwise", "rowwise", "replicate")
 VOCABULARY = "vocab"
 _TABLES = (nn.Embedding.forward, nn.Linear.forward)
-"""What runs over tokens. A subclass that scales what it looks up, or caps logits, has a forward of its own."""
+"""Forwards of tables of tokens. A subclass that scales embeddings or caps logits has another, and is not split."""
 _HUGGING_FACE = {"colwise": "colwise", "rowwise": "rowwise"}
 _MOST = 64  # ranks: messages list divisors up to it
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
@@ -39,13 +39,13 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What is split, by path in the module.
+    """Roles of linear maps under tensor parallel, by path in the module.
 
     Args:
-        roles: Path of a linear map -> ``"colwise"`` or ``"rowwise"``; of `nn.MultiheadAttention` -> ``"heads"``. What
-            is not named is whole on every rank.
-        source: Where the plan comes from, in words.
-        violations: Why it cannot be carried out, each with what is possible; empty if it can.
+        roles: Path of a linear map -> ``"colwise"`` or ``"rowwise"``; of `nn.MultiheadAttention` -> ``"heads"``. Maps
+            that are not named are whole on every rank.
+        source: The origin of the plan, in words.
+        violations: Reasons why it cannot be carried out, each with the possible values; empty if it can.
         splits: Every linear map with its shape and that of a rank's part, also those that stay whole.
     """
 
@@ -56,11 +56,11 @@ class TensorPlan:
 
     @property
     def tables(self) -> list[str]:
-        """Paths of what is split by tokens."""
+        """Paths of embeddings and heads that are split by tokens."""
         return [path for path, role in self.roles.items() if role == VOCABULARY]
 
     def below(self, path: str) -> dict[str, str]:
-        """The part of the plan in the layer at `path`, by path in that layer."""
+        """Roles of the maps in the layer at `path`, by path in that layer."""
         return {name.removeprefix(f"{path}."): role for name, role in self.roles.items() if name.startswith(f"{path}.")}
 
 
@@ -71,9 +71,12 @@ def plan_tensor(
 
     Args:
         module: The whole module, on any device.
-        structure: Where its layers are.
+        structure: Its layer stacks.
         given: The user's own plan: path, in which ``*`` is one name, or the end of a path -> role.
-        degree: Ranks that share a matrix product; a word, where the number is not known yet.
+        degree: Ranks that share a matrix product; a word such as ``"auto"`` where the number is not known yet.
+
+    Returns:
+        The plan, with violations where it cannot be carried out.
 
     Example:
         >>> plan_tensor(module, find_layers(module), None, degree=2).roles
@@ -129,7 +132,7 @@ def _from_dict(given: Mapping[str, str], maps: Mapping[str, nn.Module]) -> tuple
 def _vocabulary(
     module: nn.Module, structure: ModuleStructure, given: Mapping[str, str], size: int
 ) -> tuple[dict[str, str], list[str]]:
-    """The embeddings and heads that `given` splits by tokens, with those that share a weight with them."""
+    """Find the embeddings and heads that `given` splits by tokens, with those that share a weight with them."""
     outside = {
         path: child
         for path, child in module.named_modules()
@@ -190,8 +193,8 @@ def _shape(linear: nn.Module) -> tuple[int, ...]:
 
 
 def _checked(plan: TensorPlan, maps: Mapping[str, nn.Module], heads: _Heads, size: int) -> TensorPlan:
-    """The plan without what is whole after all, and with what does not divide."""
-    told = " ".join(plan.violations)  # what flows has shown the same heads, perhaps
+    """Remove maps from the plan that have to stay whole, and add violations for sizes that do not divide."""
+    told = " ".join(plan.violations)  # the trace of a layer may have reported the same heads already
     declared = [violation for violation in heads.violations if violation.partition(": ")[2] not in told]
     violations = list(dict.fromkeys([*plan.violations, *declared]))
     shared = _shared_otherwise(maps, plan.roles)
@@ -212,7 +215,13 @@ def _checked(plan: TensorPlan, maps: Mapping[str, nn.Module], heads: _Heads, siz
 
 
 def split_statistics_violations(module: nn.Module, plan: TensorPlan, layers: Sequence[str]) -> list[str]:
-    """Which modules of split layers keep running statistics: each rank would see those of its own features."""
+    """Reasons why split layers cannot keep running statistics: each rank would see its own features only.
+
+    Args:
+        module: The whole module.
+        plan: The tensor-parallel plan.
+        layers: Paths of the layers.
+    """
     found = [
         f"{layer}.{path}"
         for layer in layers
@@ -228,14 +237,14 @@ def split_statistics_violations(module: nn.Module, plan: TensorPlan, layers: Seq
 
 
 def _without_outside(module: nn.Module, maps: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The maps that share no parameter with anything that is no map of a layer, such as an embedding."""
+    """Leave out maps that share a parameter with anything outside of the layers' maps, such as an embedding."""
     inside = {f"{path}.{name}" for path, linear in maps.items() for name, _ in linear.named_parameters()}
     outside = {p for name, p in module.named_parameters(remove_duplicate=False) if name not in inside}
     return {path: linear for path, linear in maps.items() if outside.isdisjoint(linear.parameters())}
 
 
 def _shared_otherwise(maps: Mapping[str, nn.Module], roles: Mapping[str, str]) -> set[str]:
-    """Maps that share a parameter with one of another role, or of none: these stay whole."""
+    """Maps that share a parameter with a map of another role, or of none: these stay whole."""
     by_parameter: dict[nn.Parameter, set[str]] = defaultdict(set)
     for path, linear in maps.items():
         for parameter in linear.parameters():
@@ -251,7 +260,7 @@ def _split_size(linear: nn.Module, role: str) -> int:
 
 @dataclass(frozen=True)
 class _Heads:
-    """What modules say of their heads: maps that stay whole because they have too few, and what does not divide."""
+    """Heads that modules declare: maps that stay whole because they have too few, and numbers that do not divide."""
 
     whole: frozenset[str]
     violations: list[str]

@@ -1,8 +1,8 @@
-"""Hidden states on their way into the branches of a split layer, and out of them.
+"""Regions between the branches of a split layer, with the collectives by which hidden states enter and leave a branch.
 
-Between branches they are whole on every rank (`ReplicatedRegion`), or each rank has a part of the positions
-(`SequenceRegion`; Korthikanti et al. 2022): then norms, dropout and residuals are computed once and not on every rank,
-and what one all-reduce moves is moved by an all-gather and a reduce-scatter.
+In such a region, hidden states are whole on every rank (`ReplicatedRegion`), or each rank has a part of the positions
+(`SequenceRegion`; Korthikanti et al. 2022). Then norms, dropout and residuals are computed once instead of on every
+rank, and an all-gather and a reduce-scatter, of the same volume together, replace each all-reduce.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_parallel.techniques.tensor.dtensor_gradients import as_summand
 
 
 class ReplicatedRegion:
-    """Hidden states are whole on every rank.
+    """Region in which hidden states are whole on every rank.
 
     Args:
         group: The ranks that share a matrix product.
@@ -46,64 +46,91 @@ class ReplicatedRegion:
 
     @property
     def is_at_entry(self) -> bool:
-        """Whether all that a layer is given is whole."""
+        """Whether all arguments of the layer are whole."""
         return True
 
     def column_input(self, states: Tensor) -> Tensor:
-        """The input of a column-parallel map, `[batch, length, width]`, of hidden states as they are between branches.
+        """Make the input of a column-parallel map, `[batch, length, width]`, from hidden states between branches.
 
-        Maps that read the same hidden states share it, and so one all-reduce backward.
+        Maps that read the same hidden states share it, and with it one all-reduce in backward.
         """
         if self._column_input is None or self._column_input[0] is not states:
             self._column_input = (states, copy_to(states, self.group))
         return self._column_input[1]
 
     def row_output(self, summand: Tensor) -> Tensor:
-        """Hidden states as they are between branches, of each rank's output of a row-parallel map."""
+        """Sum the ranks' outputs of a row-parallel map, `[..., width]`, to hidden states between branches."""
         return reduce_from(summand, self.group)
 
     def row_input(self, whole: Tensor) -> Tensor:
-        """This rank's input of a row-parallel map, `[..., width / ranks]`, of one that is whole inside a branch."""
+        """Take this rank's input of a row-parallel map, `[..., width / ranks]`, from one that is whole in a branch."""
         return scatter_to(whole, -1, self.group)
 
     def copy_to(self, whole: Tensor) -> Tensor:
-        """A tensor that is whole inside a branch, of which each rank goes on with it in its own way."""
+        """Use a tensor that is whole inside a branch differently on each rank: its gradient is summed over them."""
         return copy_to(whole, self.group)
 
     def as_dtensor(self, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-        """A tensor that is whole inside a branch, as a DTensor."""
+        """Convert a tensor that is whole inside a branch to a replicated DTensor.
+
+        Args:
+            tensor: Equal on all ranks.
+            mesh: The ranks, one axis.
+        """
         return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
 
     def run_layer(self, layer: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """One layer."""
+        """Run one layer.
+
+        Args:
+            layer: The layer.
+            function: Its forward.
+            args: Its arguments.
+            kwargs: Those by name.
+        """
         try:
             return function(*args, **kwargs)
         finally:
             self._column_input = None
 
     def run_branch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A submodule in which a branch begins."""
+        """Run a submodule in which a branch begins.
+
+        Args:
+            function: Its forward.
+            args: Its arguments.
+            kwargs: Those by name.
+        """
         return function(*args, **kwargs)
 
     def alone(self) -> ReplicatedRegion:
-        """The region of one layer that runs by itself."""
+        """Make the region of one layer that runs by itself, outside of its stack."""
         return self
 
     def whole_arguments(self, args: Any, kwargs: Any) -> Any:
-        """The arguments of a layer with whole hidden states."""
+        """Gather the hidden states among the arguments of a layer.
+
+        Args:
+            args: Arguments of the layer, by position.
+            kwargs: Arguments by name.
+
+        Returns:
+            The new `args` and `kwargs`.
+        """
         return args, kwargs
 
 
 class SequenceRegion(ReplicatedRegion):
-    """Each rank has a part of the positions between branches, from the first layer of a stack to the last.
+    """Region in which each rank has a part of the positions, from the first layer of a stack to the last.
 
-    Gradients of whatever is whole inside of a layer are summands there: what each rank's positions, or heads, add.
+    Gradients of tensors that are whole inside a layer are summands: each rank's is that of its own positions or heads,
+    and the sum over the ranks is the gradient.
 
     Args:
         group: The ranks that share a matrix product.
         is_first: Whether the layer is the first of its stack.
         is_last: Whether it is the last.
-        lengths: What is cut now; layers of one stack share it.
+        lengths: Lengths of the sequences that are split at the moment; layers of one stack share them.
     """
 
     def __init__(self, group: ProcessGroup, *, is_first: bool, is_last: bool, lengths: Lengths) -> None:
@@ -120,6 +147,7 @@ class SequenceRegion(ReplicatedRegion):
 
     @override
     def column_input(self, states: Tensor) -> Tensor:
+        # Inside a branch hidden states are gathered already, and other arguments of the layer are always whole.
         if self._is_inside or any(states is argument for argument in self._arguments):
             return states
         if states.shape != self._shape:
@@ -166,6 +194,7 @@ class SequenceRegion(ReplicatedRegion):
             local = self._lengths.add(hidden.shape[self._lengths.dim])
             hidden = scatter_to(hidden, self._lengths.dim, self.group, local=local)
         self._shape = hidden.shape
+        # Dropout has to differ between parts of the sequence, which would otherwise all get the same mask.
         is_random = layer.training and torch.is_grad_enabled()
         try:
             with _copied_parameters(layer, self.group), sequence_part_stream(self.group, is_needed=is_random):
@@ -217,7 +246,10 @@ class SequenceRegion(ReplicatedRegion):
 
 @contextlib.contextmanager
 def _copied_parameters(layer: nn.Module, group: ProcessGroup) -> Iterator[None]:
-    """Inside this context, gradients of parameters that every rank has whole are added up: one all-reduce a layer."""
+    """Inside this context, gradients of whole parameters are summed over the ranks, in one all-reduce for the layer.
+
+    Each rank's gradient, of a norm's weight for example, is that of its own positions only.
+    """
     found = [
         (child, name, parameter)
         for child in layer.modules()
@@ -227,7 +259,7 @@ def _copied_parameters(layer: nn.Module, group: ProcessGroup) -> Iterator[None]:
     copies = copy_all_to([parameter for _, _, parameter in found], group) if torch.is_grad_enabled() else []
     try:
         for (child, name, _), copied in zip(found, copies, strict=False):
-            child.__dict__[name] = copied  # found before the parameter of that name
+            child.__dict__[name] = copied  # attribute look-up finds it before the parameter of that name
         yield
     finally:
         for child, name, _ in found:

@@ -1,4 +1,4 @@
-"""One layer whose linear maps are split: what runs between them, and how hidden states pass in and out."""
+"""One layer whose linear maps are split: the kind of tensors between them, and the way it runs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightning_parallel.techniques.tensor.regions import ReplicatedRegion
 
 
 class Flow:
-    """What runs between the maps of layers of one kind: local tensors, or DTensors.
+    """Kind of the tensors between maps, local tensors or DTensors, chosen once for layers that compute alike.
 
     Args:
-        path: Where the first of these layers is.
+        path: The path of the first of these layers.
         mesh: The ranks that share a matrix product.
-        peers: All ranks that hold these layers: they choose alike.
+        peers: All ranks that hold these layers, and have to make the same choice.
     """
 
     def __init__(self, path: str, mesh: DeviceMesh, peers: ProcessGroup) -> None:
@@ -36,20 +36,20 @@ class Flow:
         self.is_checked = False
 
     def as_part(self, local: Tensor) -> Tensor:
-        """What a map by columns hands on: `local`, or a DTensor that knows of the other ranks' parts."""
+        """Return a column-parallel output, `[..., outputs / ranks]`, as it is or as a DTensor of all parts."""
         if self.is_local:
             return local
         return DTensor.from_local(local, self.mesh, [Shard(local.ndim - 1)], run_check=False)
 
 
 class SplitLayer:
-    """One layer: how it runs.
+    """State of one layer, which says how it runs.
 
     Args:
-        path: Where it is.
-        flow: What runs between its maps.
-        region: How hidden states pass into its branches and out of them.
-        lengths: What is cut along the sequence, if anything is.
+        path: The layer's path in the module.
+        flow: The kind of tensors between its maps.
+        region: The collectives by which hidden states enter and leave its branches.
+        lengths: Lengths of the sequences that are split at the moment, if any are.
     """
 
     def __init__(self, path: str, flow: Flow, region: ReplicatedRegion, lengths: Lengths | None) -> None:
@@ -60,7 +60,14 @@ class SplitLayer:
         self.is_whole = False  # while it is its unsplit self
 
     def run(self, layer: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The layer on hidden states as they are between layers."""
+        """Run the layer on hidden states as they are between layers.
+
+        Args:
+            layer: The layer.
+            function: Its forward.
+            args: Its arguments.
+            kwargs: Those by name.
+        """
         if self.is_whole:
             return function(*args, **kwargs)
         if not self.flow.is_local:
@@ -68,7 +75,8 @@ class SplitLayer:
         with _torch.attention.slow_attention():
             return self.region.run_layer(layer, function, args, kwargs)
 
-    @_torch.modes.not_compiled  # torch 2.13 computes something else once it has compiled as many frames as it may
+    # Not compiled: torch 2.13 computes wrong results here once it has reached its limit of recompilations.
+    @_torch.modes.not_compiled
     def _run_on_dtensors(self, layer: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with _torch.attention.slow_attention(), HeadSplit(self.flow.mesh, self.region):
             output = self.region.run_layer(layer, function, args, kwargs)
@@ -76,7 +84,7 @@ class SplitLayer:
 
     @contextlib.contextmanager
     def unsplit(self) -> Iterator[None]:
-        """Inside this context, it is its unsplit self, with whatever stands for its parameters."""
+        """Inside this context, the layer runs unsplit, with whole tensors in the place of its parameters."""
         self.is_whole = True
         try:
             yield
@@ -84,14 +92,21 @@ class SplitLayer:
             self.is_whole = False
 
     def is_unsplit(self, weight: Tensor) -> bool:
-        """Whether a map with `weight` runs as it is: for comparison, or to show a pipeline what it returns."""
+        """Whether a map with `weight` runs unsplit: for comparison, or on a placeholder of another pipeline stage."""
         return self.is_whole or is_placeholder(weight)
 
     def branch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A submodule in which a branch begins."""
+        """Run a submodule in which a branch begins.
+
+        Args:
+            function: Its forward.
+            args: Its arguments.
+            kwargs: Those by name.
+        """
         return function(*args, **kwargs) if self.is_whole else self.region.run_branch(function, args, kwargs)
 
 
 def _result(tensor: Any) -> Any:
     whole = tensor.full_tensor()
-    return whole.clone() if whole._is_view() else whole  # FSDP2 refuses a view, which may be written into
+    # FSDP2 refuses a result that is a view, because it may be written in place.
+    return whole.clone() if whole._is_view() else whole

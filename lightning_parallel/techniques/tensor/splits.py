@@ -1,4 +1,4 @@
-"""The split of each linear map under tensor parallel, as data: shapes, heads and what a layer sends."""
+"""Description of how tensor parallel splits each linear map: roles, shapes and heads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class MapSplit:
         layer: The path of its layer; empty for a table outside of the layers.
         name: Its path in the layer, or in the module.
         role: ``"colwise"``, ``"rowwise"``, ``"heads"``, ``"vocab"`` or ``"whole"``.
-        shape: Of its weight; the number of heads for ``"heads"``; empty where it has neither.
-        local_shape: The same on one rank.
+        shape: The shape of its weight; the number of heads for ``"heads"``; empty where it has neither.
+        local_shape: The same for one rank's part.
         packed: For ``"heads"``, the number of packed weights that are gathered in each forward.
     """
 
@@ -38,7 +38,7 @@ class MapSplit:
         return self.role in ("rowwise", "heads")
 
     def __str__(self) -> str:
-        """The role, and what becomes of the shape."""
+        """Role and shapes, such as ``colwise, [8, 4] -> [4, 4]``."""
         if self.role == "heads":
             return f"heads, {self.shape[0]} -> {self.local_shape[0]}"
         if not self.shape:
@@ -50,7 +50,15 @@ class MapSplit:
 def describe_splits(
     module: nn.Module, structure: ModuleStructure, roles: Mapping[str, str], tables: list[str], size: int
 ) -> tuple[MapSplit, ...]:
-    """The split of every linear map of the layers, and of the tables, over `size` ranks."""
+    """Describe the split of every linear map of the layers, and of the tables.
+
+    Args:
+        module: The whole module.
+        structure: Its layer stacks.
+        roles: Path of a map in the module -> its role.
+        tables: Paths of embeddings and heads that are split by tokens.
+        size: Ranks that share a matrix product.
+    """
     of_layers = (
         _describe(layer, name, linear, roles.get(f"{layer}.{name}", "whole"), size)
         for layer in structure.layers

@@ -1,4 +1,4 @@
-"""What flows from linear map to linear map inside one layer, found by running it on tensors without memory."""
+"""Data flow between the linear maps of one layer, found by running it on tensors without memory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,17 @@ from lightning_parallel.techniques.tensor.argument_guesses import guess_argument
 
 _attention = F.scaled_dot_product_attention
 _GROUPED = ("grouped_mm", "_grouped_mm")
-"""Products of each expert's tokens with its weights."""
+"""Functions that multiply each expert's tokens by its weights."""
 
 
 def heads_violation(size: int, heads: int, kv_heads: int) -> str:
-    """Reasons why `size` ranks cannot share these heads; empty if they can."""
+    """Reason why `size` ranks cannot share these heads; empty if they can.
+
+    Args:
+        size: Ranks that share a matrix product.
+        heads: Heads of queries.
+        kv_heads: Heads of keys and values.
+    """
     legal = degrees_for_heads(heads, kv_heads)
     if size in legal:
         return ""
@@ -40,9 +46,9 @@ def is_transposed(linear: nn.Module) -> bool:
 
 
 def linear_maps(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The linear maps of `layer` by path in it, and each `nn.MultiheadAttention` as one.
+    """List the linear maps of `layer` by path in it, with each `nn.MultiheadAttention` as one.
 
-    A subclass of `nn.Linear` with a forward of its own is none: nobody knows what it does.
+    A subclass of `nn.Linear` with a forward of its own is left out, since it may compute anything.
     """
     inside: list[str] = []
     for path, child in layer.named_modules():
@@ -50,7 +56,7 @@ def linear_maps(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         if isinstance(child, nn.MultiheadAttention):
             inside.append(path)
-            # Learned extra keys and values stay whole, and so do weights that are computed.
+            # Not split: attention with learned extra keys and values, or with weights that are computed.
             if child.bias_k is None and not child.add_zero_attn and "weight" in child.out_proj._parameters:
                 yield path, child
         elif "weight" in child._parameters and (type(child).forward is nn.Linear.forward or is_transposed(child)):
@@ -59,7 +65,7 @@ def linear_maps(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @dataclass(frozen=True)
 class _Attention:
-    """One call of scaled-dot-product attention: its heads, and from which maps keys and values come."""
+    """One call of scaled-dot-product attention: its heads, and the maps from which keys and values come."""
 
     heads: int
     kv_heads: int
@@ -69,15 +75,16 @@ class _Attention:
 
 @dataclass
 class LayerTrace:
-    """What one run of a layer showed.
+    """Result of tracing one run of a layer.
 
     Args:
         sources: Path of a map -> the maps from whose outputs alone its input is made; empty where hidden states reach
-            it by another way, too.
+            it without passing through a map, too.
         attentions: The calls of attention.
-        split_whole: Paths of `nn.MultiheadAttention`, which are split by themselves.
+        split_whole: Paths of `nn.MultiheadAttention`, each of which is split as a unit.
         outputs: Path of a map -> its number of outputs.
-        failures: Why the layer could not be run; empty if it could.
+        num_heads: Path of an `nn.MultiheadAttention` -> its number of heads.
+        failures: Reasons why the layer could not be run; empty if it could.
     """
 
     sources: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -88,7 +95,7 @@ class LayerTrace:
     failures: list[str] = field(default_factory=list)
 
     def roles(self, size: int) -> dict[str, str]:
-        """The role of each map that `size` ranks can share: a closing map by rows, what it is made from by columns."""
+        """Assign roles to maps that `size` ranks can share: the last of a branch by rows, those before by columns."""
         rowwise = {
             path for path, sources in self.sources.items() if sources and not any(self.sources[s] for s in sources)
         }
@@ -105,7 +112,7 @@ class LayerTrace:
         return [found for heads in dict.fromkeys(counts) if (found := heads_violation(size, heads, heads))]
 
     def _too_few(self, attention: _Attention, size: int) -> Iterator[str]:
-        """Maps of keys and values that have fewer heads than there are ranks to share them."""
+        """Maps of keys and values whose heads the ranks cannot divide; these maps stay whole."""
         for path in attention.kv_sources:
             if self.outputs[path] <= attention.heads * attention.head_dim and (
                 self.outputs[path] // attention.head_dim % size
@@ -114,13 +121,13 @@ class LayerTrace:
 
 
 def trace_layer(layer: nn.Module) -> LayerTrace:
-    """Run `layer` once on hidden states, and what else it may want, and note what flows from map to map.
+    """Run `layer` once on hidden states and guessed arguments, and trace the data flow from map to map.
 
-    It runs on the meta device, or, where its code asks for values, on the host, with parameters that take no memory.
-    The layer is not changed; its parameters are not copied.
+    It runs on the meta device, or, where its code reads values, on the host with parameters that take no memory. The
+    layer is not changed, and its parameters are not copied.
     """
     reasons = []
-    for device, limit in (("meta", 120), ("cpu", 24)):  # on the host, a guess costs arithmetic
+    for device, limit in (("meta", 120), ("cpu", 24)):  # fewer guesses on the host, where each one really computes
         placeholder = _without_memory(layer, torch.device(device))
         for width in _widths(placeholder):
             for args, kwargs in guess_arguments(
@@ -148,7 +155,7 @@ def trace_layer(layer: nn.Module) -> LayerTrace:
 
 
 def _widths(layer: nn.Module) -> list[int]:
-    """How wide hidden states may be, the likeliest first."""
+    """Guess the width of hidden states, the likeliest first."""
     found: Counter[int] = Counter()
     for _, child in linear_maps(layer):
         weight: Any = getattr(child, "weight", None)
@@ -160,7 +167,7 @@ def _widths(layer: nn.Module) -> list[int]:
 
 
 def _vectors(layer: nn.Module) -> list[int]:
-    """How wide what the layer is given beside hidden states may be."""
+    """Guess the widths of arguments beside hidden states."""
     sizes = Counter(int(parameter.shape[-1]) for parameter in layer.parameters() if parameter.ndim == 2)
     return [size for size, _ in sizes.most_common(4)]
 
@@ -218,12 +225,13 @@ class _AttentionNoted(TorchFunctionMode):
                     _Attention(query.shape[1], key.shape[1], sources - _sources([query]), query.shape[-1])
                 )
         if getattr(func, "__name__", "") in _GROUPED and args[0].ndim == 2 and args[1].ndim == 3:
-            return args[0] @ args[1][0]  # the shape and the flow of it; without memory, its kernels refuse to run
+            # Of the same shape and data flow; the kernels themselves refuse tensors without memory.
+            return args[0] @ args[1][0]
         return func(*args, **(kwargs or {}))
 
 
 def _sources(tensors: list[Tensor]) -> frozenset[str]:
-    """The maps from whose outputs alone `tensors` are made; empty if a hidden state reaches them by another way."""
+    """Find the maps from whose outputs alone `tensors` are made; empty if a hidden state reaches them another way."""
     found: set[str] = set()
     seen: set[Any] = set()
     waiting = [tensor.grad_fn for tensor in tensors]
@@ -245,7 +253,10 @@ def _sources(tensors: list[Tensor]) -> frozenset[str]:
 
 
 def _without_memory(layer: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of `layer` on `device` whose tensors take no memory, and whose parameters want gradients."""
+    """Copy `layer` to `device` with tensors that take no memory and parameters that require gradients.
+
+    Tensors are expanded from a single element. Parameters require gradients so that autograd records the data flow.
+    """
     memo: dict[int, Any] = {}
     for tensor in (*layer.parameters(), *layer.buffers()):
         placeholder = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)

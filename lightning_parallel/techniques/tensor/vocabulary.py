@@ -1,8 +1,8 @@
-"""Tensor parallel for what runs over the vocabulary: embedding, head and loss.
+"""Tensor parallel over the vocabulary: embedding, head and loss.
 
-Source: Shoeybi et al. 2019, "Megatron-LM", section 3. Each rank holds some rows of the table. It looks up the tokens
-that are its own, and the results are added up. The head gives each rank the logits of its own tokens; they run on to
-the loss as one DTensor, of which no rank ever holds the whole: the loss takes a maximum and two sums over the ranks.
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3. Each rank has some rows of the table and looks up its own tokens;
+the results are added up. The head gives each rank the logits of its own tokens. They stay a DTensor up to the loss,
+which needs a maximum and two sums over the ranks, so no rank ever has all logits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _OF_THE_WHOLE = {
     *("nanmedian", "mode", "kthvalue", "topk", "sort", "argsort", "cumsum", "cumprod", "logcumsumexp", "cummax"),
     *("cummin", "count_nonzero", "unique", "histc"),
 }
-"""What is given whole logits: of `any` and `norm`, torch 2.13 takes the result of a part for that of all tokens."""
+"""Functions that get gathered logits: torch 2.13 has no right rule for them, and takes the `any` or `norm` of one part
+for that of all tokens."""
 
 
 def apply_vocabulary(maps: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
@@ -51,11 +52,11 @@ def apply_vocabulary(maps: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
 
 
 def keep_split(module: nn.Module, methods: Sequence[str], mesh: DeviceMesh) -> None:
-    """Let logits of which each rank has a part run through `methods` of `module`; what they return is whole.
+    """Let split logits pass through steps of `module`, whose results are whole again.
 
     Args:
         module: The module whose steps are called.
-        methods: Their names.
+        methods: The names of the steps.
         mesh: The ranks that share the logits.
     """
     running: list[str] = []
@@ -85,7 +86,8 @@ def _look_up(self: Any, mesh: DeviceMesh, tokens: Tensor) -> Tensor:
     own = tokens - mesh.get_local_rank() * table.shape[0]
     is_own = (own >= 0) & (own < table.shape[0])
     rows = F.embedding(torch.where(is_own, own, 0), table)
-    if self.padding_idx is not None:  # its row gets no gradient
+    # As in `nn.Embedding`, the row of the padding token gets no gradient.
+    if self.padding_idx is not None:
         rows = torch.where((tokens == self.padding_idx)[..., None], rows.detach(), rows)
     return reduce_from(torch.where(is_own[..., None], rows, 0), group)
 
@@ -97,7 +99,7 @@ def _score(self: Any, mesh: DeviceMesh, states: Tensor) -> Tensor:
 
 
 class SplitLogits(HeadSplit):
-    """Inside this context, logits of which each rank has a part can be used as if they were whole.
+    """Mode in which split logits can be used as if they were whole.
 
     Args:
         mesh: The ranks that share them.
@@ -141,7 +143,16 @@ class SplitLogits(HeadSplit):
         return total / is_valid.sum() if reduction == "mean" else total
 
     def _losses(self, local: Tensor, target: Tensor, label_smoothing: float) -> Tensor:
-        """The loss of each target from this rank's logits, `[..., vocabulary / ranks]`."""
+        """Compute the loss of each target.
+
+        Args:
+            local: This rank's logits, `[..., vocabulary / ranks]`.
+            target: Tokens, `[...]`.
+            label_smoothing: The weight of all tokens together, from 0 to 1.
+
+        Returns:
+            Losses, as `target`.
+        """
         size = local.shape[-1]
         largest = local.detach().amax(-1)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._region.group)
@@ -151,6 +162,7 @@ class SplitLogits(HeadSplit):
         sums = [(local - largest[..., None]).exp().sum(-1), torch.where(is_own, of_target, 0)]
         if label_smoothing:
             sums.append(local.sum(-1))
+        # One all-reduce for all sums; backward needs none, because each rank's logits only enter its own summand.
         total, of_target, *of_all = reduce_from(torch.stack(sums), self._region.group)
         losses: Tensor = total.log() + largest - of_target
         if label_smoothing:
