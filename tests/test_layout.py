@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 TESTS = Path(__file__).parent
 MOST_LINES = 400
 PACKAGE = TESTS.parent / "lightning_parallel"
 LAYERS = (
     ("errors",),
-    ("_torch",),
+    ("_torch", "_lightning"),
     ("ranks",),
     ("module",),
     ("techniques", "checkpoint"),
@@ -27,7 +29,7 @@ LAYERS = (
     ("",),
 )
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
-WITH_LIGHTNING = ("strategies", "callbacks", "cli", "presets")
+WITH_LIGHTNING = ("strategies", "callbacks", "cli", "presets", "_lightning")
 WITHOUT_ENVIRONMENT = ("techniques", "checkpoint", "parallelize", "ranks")
 
 
@@ -105,6 +107,33 @@ def test_private_torch_is_in_one_place(path: Path) -> None:
     if path.parts[0] != "_torch":
         private = [i for i in imports(path) if i.startswith("torch.") and "._" in i and "torch.utils._" not in i]
         assert private == []
+
+
+def attributes(path: Path) -> list[ast.Attribute]:
+    return [node for node in ast.walk(ast.parse((PACKAGE / path).read_text())) if isinstance(node, ast.Attribute)]
+
+
+@cache
+def names_not_of_lightning() -> set[str]:
+    """Private names of the package and of torch's modules and tensors, without those that _lightning.py reads."""
+    found = set(dir(torch.nn.Module())) | set(dir(torch.Tensor))
+    for path in MODULES:
+        if name_of(path) != "_lightning":
+            nodes = list(ast.walk(ast.parse((PACKAGE / path).read_text())))
+            found |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+            found |= {node.attr for node in attributes(path) if isinstance(node.ctx, ast.Store)}
+    return found - {node.attr for node in attributes(Path("_lightning.py"))}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_private_lightning_is_in_one_place(path: Path) -> None:
+    if name_of(path) == "_lightning":
+        return
+    assert [i for i in imports(path) if i.startswith(("lightning.", "torchmetrics.")) and "._" in i] == []
+    if path.parts[0].removesuffix(".py") in WITH_LIGHTNING:
+        of_others = [node for node in attributes(path) if ast.unparse(node.value) not in ("self", "cls", "super()")]
+        private = {node.attr for node in of_others if node.attr.startswith("_") and not node.attr.startswith("__")}
+        assert private <= names_not_of_lightning(), "a name of Lightning's belongs in _lightning.py"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=str)

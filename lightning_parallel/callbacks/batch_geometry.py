@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
+
+from lightning_parallel import _lightning
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -45,7 +46,7 @@ def num_readers(trainer: Trainer) -> int:
     Args:
         trainer: Its strategy has set up its environment.
     """
-    if not trainer._accelerator_connector.is_distributed:
+    if not _lightning.is_distributed(trainer):
         return 1
     kwargs = trainer.distributed_sampler_kwargs or {}
     return int(kwargs.get("num_replicas", 1))
@@ -62,7 +63,7 @@ def early_loaders(trainer: Trainer) -> tuple[Any, list[str]]:
     Returns:
         The loader, or the collection of loaders, or ``None``; and what speaks against it.
     """
-    source = trainer.fit_loop._data_source
+    source = _lightning.training_source(trainer)
     if isinstance(source.instance, LightningModule):
         late = [name for name in _LATE_HOOKS if is_overridden(name, source.instance)]
         if late:
@@ -72,7 +73,7 @@ def early_loaders(trainer: Trainer) -> tuple[Any, list[str]]:
                 "and that runs only later; give batch_size=, or pass the loader or a data module to fit"
             ]
     with isolate_rng():
-        return _request_dataloader(source), []
+        return _lightning.request_loaders(source), []
 
 
 def batch_size_of(loaders: object, given: int | None) -> tuple[int, list[str]]:

@@ -16,9 +16,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_parallel import _lightning
 from lightning_parallel.callbacks.size_search import largest_fitting
 from lightning_parallel.callbacks.strategy_protocol import cuts_batches, num_local_processes, refuse
-from lightning_parallel.callbacks.trials import TrainingState, drop_loader, isolated, run_steps
+from lightning_parallel.callbacks.trials import TrainingState, isolated, run_steps
 from lightning_parallel.errors import check
 from lightning_parallel.ranks.memory import peak_memory, reset_peak_memory, usable_memory
 from lightning_parallel.techniques.sharding import abandon_step
@@ -111,7 +112,7 @@ class BatchSizeFinder(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_restored:
             return
-        is_scheduled = trainer.fit_loop._combined_loader is not None  # configure_optimizers asked for the steps
+        is_scheduled = _lightning.training_loaders(trainer) is not None  # configure_optimizers asked for the steps
         limit = -_largest(trainer, -(self._memory_limit or _memory_limit(trainer)))  # that of the smallest rank
         state = TrainingState(trainer)
         self._loaded_sizes = {}
@@ -126,7 +127,7 @@ class BatchSizeFinder(Callback):
             if size and math.inf in self.peaks.values():
                 self._trial(trainer, state, size)  # uses up gradients that the failed step left unreduced
         finally:
-            drop_loader(trainer)
+            _lightning.drop_loaders(trainer)
         self._refuse(trainer, self._misfit(size, limit))
         self.batch_size = size
         lightning_setattr(pl_module, self._attribute, size)
@@ -156,13 +157,13 @@ class BatchSizeFinder(Callback):
         """The first size and the last: beyond a rank's share of the samples, batches do not grow any more."""
         with isolated(trainer):
             self._load(trainer, self._start)
-            loaders = trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]
+            loaders = _lightning.training_loaders(trainer).flattened
             shares = [
                 len(loader.sampler) * self._start // loader.batch_size
                 for loader in loaders
                 if getattr(loader, "batch_size", None) and hasattr(getattr(loader, "sampler", None), "__len__")
             ]
-            drop_loader(trainer)
+            _lightning.drop_loaders(trainer)
         maximum = min(self._maximum, max(shares, default=self._maximum))
         if isinstance(trainer.val_check_interval, int) and trainer.check_val_every_n_epoch is not None:
             maximum //= trainer.val_check_interval  # Lightning wants that many batches in an epoch
@@ -171,9 +172,9 @@ class BatchSizeFinder(Callback):
 
     def _load(self, trainer: Trainer, size: int) -> None:
         lightning_setattr(trainer.lightning_module, self._attribute, size)
-        drop_loader(trainer)
+        _lightning.drop_loaders(trainer)
         trainer.fit_loop.setup_data()
-        loaders = trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]
+        loaders = _lightning.training_loaders(trainer).flattened
         sizes = tuple(loader.batch_size for loader in loaders if getattr(loader, "batch_size", None))
         self._loaded_sizes[size] = sizes
         for other, others in self._loaded_sizes.items():
@@ -203,7 +204,7 @@ class BatchSizeFinder(Callback):
                     raise
             if peak == _OUT_OF_MEMORY:
                 abandon_step(module)
-            drop_loader(trainer)
+            _lightning.drop_loaders(trainer)
         state.restore()
         agreed = _largest(trainer, peak)
         if agreed == _OUT_OF_MEMORY and isinstance(trainer.strategy.model, DistributedDataParallel):
@@ -271,7 +272,7 @@ def _use_violations(trainer: Trainer, module: LightningModule, attribute: str) -
             f"neither {type(module).__name__}, its hyperparameters nor the datamodule has {attribute!r}; let "
             "train_dataloader() read such an attribute, or name another with BatchSizeFinder(attribute=...)"
         )
-    if not trainer.fit_loop._data_source.is_module():
+    if not _lightning.training_source(trainer).is_module():
         found.append(
             "loaders were passed to fit(), so no attribute changes their batch size; define train_dataloader() in the "
             "module or in a datamodule"

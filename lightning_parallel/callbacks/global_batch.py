@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_parallel import _lightning
 from lightning_parallel.callbacks.batch_geometry import (
     Microstep,
     batch_size_of,
@@ -68,7 +69,7 @@ class GlobalBatch(Callback):
     @staticmethod
     def _known_loaders(trainer: Trainer) -> object:
         """What was given to `fit`; what a module makes is looked at when training begins."""
-        source = trainer.fit_loop._data_source
+        source = _lightning.training_source(trainer)
         return None if source.is_module() else source.instance
 
     @override

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.pytorch import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel import _lightning
 from lightning_parallel.callbacks.strategy_protocol import refuse, updates_in_backward
 from lightning_parallel.errors import check
 from lightning_parallel.techniques.clipping import gradient_norm
@@ -59,13 +59,13 @@ class GradientNorm(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         norm = gradient_norm((p for group in optimizer.param_groups for p in group["params"]), self._norm_type)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        if scaler is not None and _optimizer_handles_unscaling(optimizer):
+        if scaler is not None and _lightning.handles_unscaling(optimizer):
             norm = norm / scaler.get_scale()  # such an optimizer divides by the loss scale only when it steps
         pl_module.log(self._name_for(trainer, optimizer), norm)
 
     def _name_for(self, trainer: Trainer, optimizer: Optimizer) -> str:
         if len(trainer.optimizers) == 1:
             return self._name
-        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         number = next(number for number, other in enumerate(trainer.optimizers) if other is plain)
         return f"{self._name}_{number}"

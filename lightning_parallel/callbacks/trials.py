@@ -8,16 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.loops.progress import _BaseProgress
-from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_parallel import _lightning
 from lightning_parallel.techniques.sharding import reshard_units
 
 if TYPE_CHECKING:
@@ -27,14 +24,14 @@ if TYPE_CHECKING:
 def run_steps(trainer: Trainer, steps: int) -> None:
     """Take `steps` optimizer steps as an epoch would, from the loader that the trainer has."""
     module, epoch_loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
-    fetcher = trainer.fit_loop._data_fetcher
+    fetcher = _lightning.training_fetcher(trainer)
     assert fetcher is not None
-    call._call_lightning_module_hook(trainer, "on_train_start")
-    call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+    _lightning.call_module_hook(trainer, "on_train_start")
+    _lightning.call_module_hook(trainer, "on_train_epoch_start")
     epoch_loop.batch_progress.reset_on_run()
     with contextlib.suppress(StopIteration):  # the loader has no length and ended, or a hook of the module said so
         microsteps = 0
-        while microsteps < steps * trainer.accumulate_grad_batches or epoch_loop._should_accumulate():
+        while microsteps < steps * trainer.accumulate_grad_batches or _lightning.is_accumulating(trainer):
             if fetcher.done:
                 iter(fetcher)
                 epoch_loop.batch_progress.reset_on_run()
@@ -52,7 +49,7 @@ def isolated(trainer: Trainer) -> Iterator[None]:
         (holder, name, copy.deepcopy(value))
         for holder in (trainer.fit_loop, epoch_loop, *optimization)
         for name, value in vars(holder).items()
-        if isinstance(value, _BaseProgress)
+        if isinstance(value, _lightning.Progress)
     ]
     replaced += [
         (trainer, "callbacks", []),
@@ -60,7 +57,7 @@ def isolated(trainer: Trainer) -> Iterator[None]:
         (trainer, "limit_train_batches", 1.0),
         (trainer, "val_check_interval", 1.0),
         (trainer, "should_stop", False),
-        (epoch_loop, "_results", _ResultCollection(training=True)),
+        (epoch_loop, _lightning.RESULTS, _lightning.ResultCollection(training=True)),
     ]
     if trainer.lightning_module.automatic_optimization:  # a schedule may end earlier than all trials together
         replaced.append((strategy, "lr_scheduler_configs", []))
@@ -72,15 +69,7 @@ def isolated(trainer: Trainer) -> Iterator[None]:
     finally:
         for holder, name, value in originals:
             setattr(holder, name, value)
-        trainer._logger_connector.reset_metrics()
-        trainer._logger_connector.reset_results()
-
-
-def drop_loader(trainer: Trainer) -> None:
-    """Let the trainer ask for its loader again."""
-    if trainer.fit_loop._data_fetcher is not None:
-        trainer.fit_loop._data_fetcher.teardown()
-    trainer.fit_loop._combined_loader = trainer.fit_loop._data_fetcher = None
+        _lightning.reset_logged(trainer)
 
 
 class TrainingState:
@@ -100,7 +89,7 @@ class TrainingState:
         self._optimizers = [_optimizer_state(optimizer) for optimizer in trainer.optimizers]
         self._schedulers = [copy.deepcopy(each.scheduler.state_dict()) for each in trainer.lr_scheduler_configs]
         self._precision = copy.deepcopy(trainer.precision_plugin.state_dict())
-        self._random = _collect_rng_states(include_cuda=True)
+        self._random = _lightning.random_states()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -127,7 +116,7 @@ class TrainingState:
         for optimizer, (state, groups) in zip(trainer.optimizers, self._optimizers, strict=True):
             _restore_optimizer(optimizer, state, groups)
         trainer.precision_plugin.load_state_dict(copy.deepcopy(self._precision))
-        _set_rng_states(self._random)
+        _lightning.set_random_states(self._random)
 
 
 def _local_tensors(module: nn.Module) -> list[Tensor]:

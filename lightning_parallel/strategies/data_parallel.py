@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_parallel import _lightning
 from lightning_parallel.checkpoint.full_state import whole
 from lightning_parallel.errors import check
 from lightning_parallel.module.snapshot import Snapshot
@@ -155,7 +155,7 @@ class DataParallelStrategy(PlannedStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if is_fitting:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            _lightning.move_optimizers(self.optimizers, self.root_device)
             self.steps.adopt(self.optimizers)
 
     @override

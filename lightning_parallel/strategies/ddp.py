@@ -6,13 +6,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_parallel import _lightning
 from lightning_parallel.checkpoint.full_state import whole
 from lightning_parallel.module.snapshot import Snapshot
 from lightning_parallel.parallelize import transform_layers
@@ -94,7 +93,7 @@ class DDPStrategy(ProcessGroupStrategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self._layers_before: Snapshot | None = None
-        self._forward_redirection = _DDPForwardRedirection()
+        self._forward_redirection = _lightning.DDPForwardRedirection()
 
     @override
     def set_up_violations(self) -> list[str]:
@@ -128,7 +127,7 @@ class DDPStrategy(ProcessGroupStrategy):
             synchronize_module(module, self.root_device)
         self.setup_precision_plugin()
         if is_fitting:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            _lightning.move_optimizers(self.optimizers, self.root_device)
             self._steps.adopt(self.optimizers)
 
     def _set_model(self, model: nn.Module) -> None:

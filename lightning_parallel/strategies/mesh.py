@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from typing_extensions import override
 
-from lightning_parallel import _torch
+from lightning_parallel import _lightning, _torch
 from lightning_parallel.dtypes import DtypePolicy, precision_violations
 from lightning_parallel.parallelize import left_over_violations, parallelized
 from lightning_parallel.policies import LayerPolicies, Policies
@@ -196,7 +195,7 @@ class MeshStrategy(ProcessGroupStrategy):
             innermost = "pipeline" if self._degrees.pipeline == "node" else "tensor"
             device_type = self.root_device.type
             self._mesh = build_mesh(self.degrees, device_type, innermost=innermost, timeout=self._timeout)
-        self.module._device_mesh = self._mesh.devices
+        _lightning.set_device_mesh(self.module, self._mesh.devices)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -211,7 +210,7 @@ class MeshStrategy(ProcessGroupStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if is_fitting and self._policies.offload != "all":
-            _optimizers_to_device(self.optimizers, self.root_device)
+            _lightning.move_optimizers(self.optimizers, self.root_device)
         self._parallel.attach(self.optimizers if self._has_cut_optimizers else [], self._lightning_optimizers)
 
     @override
@@ -225,7 +224,7 @@ class MeshStrategy(ProcessGroupStrategy):
     def teardown(self) -> None:
         self._while_set_up.close()
         if self._parallel is not None:
-            trainer = self.module._trainer
+            trainer = _lightning.attached_trainer(self.module)
             is_interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
             self._parallel.close(is_interrupted=is_interrupted)
         self._parallel = None

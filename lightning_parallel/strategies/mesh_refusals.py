@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_parallel import _lightning
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.plan import Plan
 from lightning_parallel.policies import Policies
@@ -180,7 +181,7 @@ def unshardable_violations(module: LightningModule) -> list[str]:
     sparse = [path for path, child in module.named_modules() if getattr(child, "sparse", False) is True]
     if sparse:
         found.append(f"sparse gradients cannot be sharded: {', '.join(sparse[:4])}; give sparse=False, or ddp_custom")
-    trainer: Any = module._trainer
+    trainer: Any = _lightning.attached_trainer(module)
     used = trainer.callbacks if trainer is not None else ()
     averaging = [type(callback).__name__ for callback in used if isinstance(callback, _AVERAGING)]
     if averaging:
@@ -217,7 +218,7 @@ def forward_method_violations(module: nn.Module, methods: Iterable[str]) -> list
 
 def in_backward_violations(module: LightningModule, *, offloads_optimizer: bool) -> list[str]:
     """Reasons that lie in updating parameters while backward still runs."""
-    trainer: Any = module._trainer
+    trainer: Any = _lightning.attached_trainer(module)
     if trainer is None:
         return []
     accumulates = [c for c in trainer.callbacks if isinstance(c, callbacks.GradientAccumulationScheduler)]

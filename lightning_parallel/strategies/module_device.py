@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torchmetrics import Metric
+
+from lightning_parallel import _lightning
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -21,7 +22,7 @@ def set_module_device(module: LightningModule, device: torch.device) -> None:
         module: The module, whose parameters and buffers are on `device` already, or offloaded.
         device: This rank's device.
     """
-    _update_properties(module, device=device)
+    _lightning.set_known_device(module, device)
     for child in module.modules():
         if isinstance(child, Metric):
             child.to(device)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_parallel import _lightning
 from lightning_parallel.checkpoint.full_state import make_optimizer_whole
 from lightning_parallel.parallelize import Parallelized, parallelize, parallelized
 from lightning_parallel.plan import cut_again
@@ -50,8 +50,8 @@ class ParallelModule:
             rank_zero_info("offload: the device is the host, so there is nothing to offload; sharding only")
         converted = strategy.precision_plugin.convert_module(module)
         assert converted is module
-        if strategy._layer_sync is not None:
-            strategy._layer_sync.apply(module)
+        if (sync := _lightning.layer_sync(strategy)) is not None:
+            sync.apply(module)
         return parallelize(module, plan, self._mesh, self._device, strategy._deferral.record)
 
     def _build_steps(self) -> Steps:
@@ -91,7 +91,7 @@ class ParallelModule:
         plan = cut_again(self.current.plan, self._module, placement)
         self.current = parallelize(self._module, plan, self._mesh, self._device)
         adopt_optimizers(self._optimizers, self._module, self.current.replaced())
-        _optimizers_to_device(self._optimizers, self._device)
+        _lightning.move_optimizers(self._optimizers, self._device)
         self.steps.close()
         self.steps = self._build_steps()
         self.steps.adopt(self._optimizers)
@@ -123,8 +123,8 @@ class ParallelModule:
             abandon_step(self._module)
         if not is_interrupted or self._strategy.world_size == 1:
             is_plain = self._make_plain()
-            if is_plain and self._strategy._layer_sync is not None:
-                self._strategy._layer_sync.revert(self._module)
+            if is_plain and (sync := _lightning.layer_sync(self._strategy)) is not None:
+                sync.revert(self._module)
 
     def _make_plain(self) -> bool:
         """Whether the module is plain now: a rank may not be able to hold it."""

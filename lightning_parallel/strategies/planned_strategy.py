@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel import _lightning
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.plan import Plan, build_plan, module_key
 from lightning_parallel.policies import Policies
@@ -123,7 +124,7 @@ class PlannedStrategy(ParallelStrategy):
             is_built: Whether its hooks have run.
         """
         if is_built or not any(is_overridden(name, module) for name in _BUILDERS):
-            is_fitting = module._trainer is None or module.trainer.state.fn == TrainerFn.FITTING
+            is_fitting = _lightning.attached_trainer(module) is None or module.trainer.state.fn == TrainerFn.FITTING
             self.refuse(self.module_violations(module, is_fitting=is_fitting))
 
     @override

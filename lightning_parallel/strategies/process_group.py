@@ -9,20 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel import _lightning
 from lightning_parallel.checkpoint.full_state import (
     load_whole_optimizer_state,
     load_whole_state_dict,
@@ -122,7 +117,7 @@ class ProcessGroupStrategy(PlannedStrategy):
         self.set_world_ranks()
         self._process_group_backend = self.chosen_backend()
         assert self.cluster_environment is not None
-        _init_dist_connection(
+        _lightning.init_process_group(
             self.cluster_environment,
             self._process_group_backend,
             timeout=self._timeout,
@@ -131,7 +126,7 @@ class ProcessGroupStrategy(PlannedStrategy):
 
     def chosen_backend(self) -> str:
         """The backend given, or the one that fits the device."""
-        default = _get_default_process_group_backend_for_device(torch.device(self._device_type))
+        default = _lightning.default_backend(torch.device(self._device_type))
         return self._process_group_backend or default
 
     @override
@@ -166,7 +161,7 @@ class ProcessGroupStrategy(PlannedStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
-        return _sync_ddp_if_available(tensor, group or self.data_group, reduce_op=reduce_op)
+        return _lightning.reduced(tensor, group or self.data_group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -225,7 +220,7 @@ class ProcessGroupStrategy(PlannedStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return whole_optimizer_state(optimizer, keep=self.is_global_zero, is_cut=self._has_cut_optimizers)
 
     @override
@@ -242,7 +237,7 @@ class ProcessGroupStrategy(PlannedStrategy):
         super().teardown()
 
 
-class _CheckingLauncher(_SubprocessScriptLauncher):
+class _CheckingLauncher(_lightning.SubprocessLauncher):
     """Lightning's launcher, which starts no process for a module that will be refused."""
 
     def __init__(self, strategy: ProcessGroupStrategy) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_parallel import _lightning
 from lightning_parallel.parallelize import parallelized
 from lightning_parallel.policies import LayerPolicies
 from lightning_parallel.techniques.compiling import compile_violations
@@ -104,6 +105,6 @@ def without_unmovable_module(strategy: Strategy) -> Iterator[None]:
     if module is not None:
         is_unmade = any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
         if is_unmade or _is_left_parallel(module):
-            strategy._lightning_module = None
+            _lightning.detach_module(strategy)
     yield
-    strategy._lightning_module = module
+    _lightning.attach_module(strategy, module)

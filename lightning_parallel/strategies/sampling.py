@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning.fabric.utilities.data import has_iterable_dataset
-from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.data import _is_dataloader_shuffled, _update_dataloader
 from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_parallel import _lightning
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -26,10 +26,9 @@ class SampleDealer:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._connector = trainer._accelerator_connector
-        self._is_on = self._connector.use_distributed_sampler and trainer.state.fn == TrainerFn.FITTING
+        self._is_on = _lightning.deals_out_samples(trainer) and trainer.state.fn == TrainerFn.FITTING
         if self._is_on:
-            self._connector.use_distributed_sampler = False
+            _lightning.set_deals_out_samples(trainer, False)
 
     def deal_out(self, loader: object) -> object:
         """The same loader with a sampler for this rank; what is no map-style loader comes back as it is."""
@@ -37,16 +36,14 @@ class SampleDealer:
         if not is_ours or isinstance(loader.sampler, DistributedSampler):  # type: ignore[attr-defined]
             return loader
         assert isinstance(loader, DataLoader)
-        sampler = _get_distributed_sampler(
+        return _lightning.with_sampler_of_rank(
             loader,
-            _is_dataloader_shuffled(loader),
             overfit_batches=self._trainer.overfit_batches,  # type: ignore[attr-defined]
             **(self._trainer.distributed_sampler_kwargs or {}),
         )
-        return _update_dataloader(loader, sampler)
 
     def detach(self) -> None:
         """Give the trainer its setting back."""
         if self._is_on:
-            self._connector.use_distributed_sampler = True
+            _lightning.set_deals_out_samples(self._trainer, True)
         self._is_on = False

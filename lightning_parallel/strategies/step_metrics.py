@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
+from lightning_parallel import _lightning
+
 
 @dataclass(frozen=True)
 class UpdatedMetric:
@@ -38,16 +40,16 @@ class StepMetrics:
 
     def __init__(self, module: nn.Module) -> None:
         self._metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
-        self._counts = {path: metric._update_count for path, metric in self._metrics.items()}
+        self._counts = {path: metric.update_count for path, metric in self._metrics.items()}
 
     def updated(self) -> list[UpdatedMetric]:
         """What was updated since, on the stage that updates."""
-        changed = {path: m for path, m in self._metrics.items() if m._update_count != self._counts[path]}
+        changed = {path: m for path, m in self._metrics.items() if m.update_count != self._counts[path]}
         return [
             UpdatedMetric(
                 path,
-                metric._update_count,
-                tree_map_only(Tensor, Tensor.cpu, metric._forward_cache),
+                metric.update_count,
+                tree_map_only(Tensor, Tensor.cpu, _lightning.last_value(metric)),
                 _list_states(metric),
             )
             for path, metric in changed.items()
@@ -59,15 +61,16 @@ class StepMetrics:
         Torchmetrics adds up the states of all ranks, and gathers lists of them only where no list is empty.
         """
         for each in updated:
-            metric: Any = self._metrics[each.path]
-            metric._update_count, metric._computed = each.updates, None
-            metric._forward_cache = each.last.to(metric.device) if isinstance(each.last, Tensor) else each.last
-            for name, (dtype, tail) in each.lists.items():
-                if not getattr(metric, name):
-                    setattr(metric, name, [torch.empty((0, *tail), dtype=dtype, device=metric.device)])
+            metric = self._metrics[each.path]
+            device = metric.device
+            last = each.last.to(device) if isinstance(each.last, Tensor) else each.last
+            lists = {
+                name: torch.empty((0, *tail), dtype=dtype, device=device) for name, (dtype, tail) in each.lists.items()
+            }
+            _lightning.set_updated(metric, updates=each.updates, last=last, lists=lists)
 
 
 def _list_states(metric: Metric) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    states = {name: getattr(metric, name) for name in metric._defaults}
+    states = {name: getattr(metric, name) for name in _lightning.state_names(metric)}
     lists = {name: state[0] for name, state in states.items() if isinstance(state, list) and state}
     return {name: (entry.dtype, tuple(entry.shape[1:])) for name, entry in lists.items()}

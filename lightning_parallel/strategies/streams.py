@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from lightning_parallel import _lightning
 from lightning_parallel.ranks.random_streams import RandomState, data_rank_stream
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class RandomStreams:
             RandomState.from_plain(shared).restore(device)
             self._has_resumed = True
             self._rest = shared if loaded and loaded["is_in_epoch"] else None
-            self._iterator = _iterator(trainer)
+            self._iterator = _lightning.training_iterator(trainer)
         if len(states) == dist.get_world_size():
             self._own = RandomState.from_plain(own)
         else:
@@ -73,7 +74,7 @@ class RandomStreams:
             return
         if self._rest is not None:
             RandomState.from_plain(self._rest).restore(device)
-        elif self._iterator is _iterator(trainer):
+        elif self._iterator is _lightning.training_iterator(trainer):
             _draw_seeds_of_loaders(trainer)  # a new epoch would have made its iterator by now; this one was made before
         self._has_resumed, self._rest, self._iterator = False, None, None
 
@@ -92,13 +93,9 @@ class RandomStreams:
         self._loaded = checkpoint.get(_KEY)
 
 
-def _iterator(trainer: Trainer) -> object:
-    return getattr(trainer.fit_loop._combined_loader, "_iterator", None)
-
-
 def _draw_seeds_of_loaders(trainer: Trainer) -> None:
     """Draw what making iterators draws: `torch.utils.data.DataLoader` takes one number for the seeds of its workers."""
-    loaders = trainer.fit_loop._combined_loader
+    loaders = _lightning.training_loaders(trainer)
     for loader in loaders.flattened if loaders is not None else ():
         if isinstance(loader, DataLoader) and loader.generator is None:
             torch.empty((), dtype=torch.int64).random_()

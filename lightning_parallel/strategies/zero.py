@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel import _lightning
 from lightning_parallel.errors import check
 from lightning_parallel.strategies.ddp import DDPStrategy
 from lightning_parallel.techniques.optimizer_sharding import ShardedOptimizer, optimizer_violations
@@ -38,7 +39,7 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         for sharded in self._sharded:
             if sharded.optimizer is optimizer:
                 return sharded.gather_state() or {}
@@ -53,7 +54,7 @@ class ZeroStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         module = self.lightning_module
-        trainer = None if module is None else module._trainer
+        trainer = None if module is None else _lightning.attached_trainer(module)
         interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
         for sharded in self._sharded:
             # After an error other ranks may be gone: a collective would wait for them until it times out.

@@ -1,0 +1,307 @@
+"""Every private name of Lightning and torchmetrics that the package touches, but for what its classes inherit.
+
+Each says since which version it is there and which public call it waits for. What strategies inherit from Lightning's,
+such as `_configure_launcher`, they call and override where they stand. Nothing else in the package may import a name of
+Lightning that begins with an underscore, or read one from an object (a test enforces it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler, _request_dataloader
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.utilities.data import _is_dataloader_shuffled, _update_dataloader
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.environments import ClusterEnvironment
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import ParallelStrategy, Strategy
+    from torch.distributed.device_mesh import DeviceMesh
+    from torchmetrics import Metric
+
+# Classes ------------------------------------------------------------------------------------------------------------
+
+DDPForwardRedirection = _DDPForwardRedirection
+"""Lets DDP's `forward` run a step method; since 2.1, waits for a public name."""
+
+SubprocessLauncher = _SubprocessScriptLauncher
+"""Starts the script once more for each further rank; since 1.6, waits for a public name."""
+
+Progress = _BaseProgress
+"""What loops count with; since 2.0, waits for a public way to set a loop back."""
+
+ResultCollection = _ResultCollection
+"""What a loop has logged; since 1.6, waits for a public way to log nowhere."""
+
+# Strategies and modules ---------------------------------------------------------------------------------------------
+
+
+def attached_trainer(module: LightningModule) -> Trainer | None:
+    """The trainer of `module`, if it has one.
+
+    `LightningModule._trainer`, since 1.4; the public `trainer` raises where there is none.
+    """
+    return module._trainer
+
+
+def detach_module(strategy: Strategy) -> None:
+    """Let `strategy` forget its module, so that its teardown leaves that alone; `attach_module` undoes it.
+
+    `Strategy._lightning_module`, since 1.6; waits for a teardown that can be told to move nothing.
+    """
+    strategy._lightning_module = None
+
+
+def attach_module(strategy: Strategy, module: LightningModule | None) -> None:
+    """Give `strategy` the module back that `detach_module` took, without connecting it anew.
+
+    `Strategy._lightning_module`, since 1.6; the public `connect` wraps the module, too.
+    """
+    strategy._lightning_module = module
+
+
+def layer_sync(strategy: ParallelStrategy) -> Any:
+    """What makes BatchNorm of all ranks one, ``None`` without `sync_batchnorm`.
+
+    `ParallelStrategy._layer_sync`, since 1.6; waits for a public property.
+    """
+    return strategy._layer_sync
+
+
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh | None) -> None:
+    """Let ``module.device_mesh`` be `mesh`.
+
+    `LightningModule._device_mesh`, since 2.3; Lightning sets it for its own strategy only.
+    """
+    module._device_mesh = mesh
+
+
+def set_known_device(module: LightningModule, device: torch.device) -> None:
+    """Let ``module.device`` be `device`, and move nothing.
+
+    `_update_properties`, since 2.2; waits for a public setter.
+    """
+    _update_properties(module, device=device)
+
+
+def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> None:
+    """Move the state of `optimizers` to `device`.
+
+    `_optimizers_to_device`, since 1.8; waits for a public name.
+    """
+    _optimizers_to_device(optimizers, device)
+
+
+def handles_unscaling(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` divides gradients by the loss scale itself, when it steps.
+
+    `_optimizer_handles_unscaling`, since 1.9; waits for a public name.
+    """
+    return _optimizer_handles_unscaling(optimizer)
+
+
+def random_states() -> dict[str, Any]:
+    """The states of all generators of random numbers in this process.
+
+    `_collect_rng_states`, since 1.6; the public `isolate_rng` puts them back once only.
+    """
+    return _collect_rng_states(include_cuda=True)
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Put `random_states` back, as often as needed. `_set_rng_states`, since 1.6; as there."""
+    _set_rng_states(states)
+
+
+# Process groups -----------------------------------------------------------------------------------------------------
+
+
+def default_backend(device: torch.device) -> str:
+    """The backend of collectives on `device`.
+
+    `_get_default_process_group_backend_for_device`, since 1.8; waits for a public name.
+    """
+    return _get_default_process_group_backend_for_device(device)
+
+
+def init_process_group(environment: ClusterEnvironment, backend: str, **kwargs: Any) -> None:
+    """Make the process group of all ranks that `environment` names, if there is none, and end it with the process.
+
+    Args:
+        environment: Knows this rank, their number, and where they meet.
+        backend: As `default_backend` says, or another.
+        **kwargs: For `torch.distributed.init_process_group`.
+
+    `_init_dist_connection`, since 1.8; waits for a public name.
+    """
+    _init_dist_connection(environment, backend, **kwargs)
+
+
+def reduced(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
+    """`tensor` reduced over the ranks of `group`; itself where there is no group. A collective.
+
+    `_sync_ddp_if_available`, since 0.8; waits for a public name.
+    """
+    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+
+# Loaders ------------------------------------------------------------------------------------------------------------
+
+
+def is_distributed(trainer: Trainer) -> bool:
+    """Whether the strategy of `trainer` runs several ranks that read samples.
+
+    `Trainer._accelerator_connector`, since 1.5; waits for a public property.
+    """
+    return bool(trainer._accelerator_connector.is_distributed)
+
+
+def deals_out_samples(trainer: Trainer) -> bool:
+    """What `use_distributed_sampler` of `trainer` says.
+
+    `Trainer._accelerator_connector.use_distributed_sampler`, since 2.0; waits for a public property.
+    """
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def set_deals_out_samples(trainer: Trainer, is_on: bool) -> None:
+    """Set what `deals_out_samples` says; as there."""
+    trainer._accelerator_connector.use_distributed_sampler = is_on
+
+
+def with_sampler_of_rank(loader: DataLoader[Any], *, overfit_batches: float, **kwargs: Any) -> DataLoader[Any]:
+    """`loader` with the sampler of this rank, which shuffles if the loader's own does.
+
+    Args:
+        loader: A loader of a map-style data set.
+        overfit_batches: The trainer's.
+        **kwargs: The number of ranks and this one, as `distributed_sampler_kwargs` has them.
+
+    `_is_dataloader_shuffled`, since 1.6; `_get_distributed_sampler`, since 0.8; `_update_dataloader`, since 1.5. They
+    wait for a trainer that does not shuffle what is in order.
+    """
+    is_shuffled = _is_dataloader_shuffled(loader)
+    sampler = _get_distributed_sampler(loader, is_shuffled, overfit_batches=overfit_batches, **kwargs)
+    return _update_dataloader(loader, sampler)
+
+
+def training_source(trainer: Trainer) -> Any:
+    """Where the training loaders come from: its `instance` is a module, a data module or loaders.
+
+    `_FitLoop._data_source`, since 2.0; waits for a public property.
+    """
+    return trainer.fit_loop._data_source
+
+
+def request_loaders(source: Any) -> Any:
+    """Ask `training_source` for its loaders. `_request_dataloader`, since 1.6; waits for a public name."""
+    return _request_dataloader(source)
+
+
+def training_loaders(trainer: Trainer) -> Any:
+    """The `CombinedLoader` of training, ``None`` where there is none yet.
+
+    `_FitLoop._combined_loader`, since 2.0; the public `Trainer.train_dataloader` sets it up where there is none.
+    """
+    return trainer.fit_loop._combined_loader
+
+
+def training_iterator(trainer: Trainer) -> object:
+    """What the training loaders are read through in this epoch, ``None`` outside of one.
+
+    `CombinedLoader._iterator`, since 2.0; waits for a public property.
+    """
+    return getattr(trainer.fit_loop._combined_loader, "_iterator", None)
+
+
+def drop_loaders(trainer: Trainer) -> None:
+    """Let `trainer` ask for its training loaders again.
+
+    `_FitLoop._data_fetcher`, since 1.5, and `_combined_loader`, since 2.0; wait for a public call.
+    """
+    if trainer.fit_loop._data_fetcher is not None:
+        trainer.fit_loop._data_fetcher.teardown()
+    trainer.fit_loop._combined_loader = trainer.fit_loop._data_fetcher = None
+
+
+# Training without an epoch ------------------------------------------------------------------------------------------
+
+
+def training_fetcher(trainer: Trainer) -> Any:
+    """What training takes its batches from. `_FitLoop._data_fetcher`, since 1.5; waits for a public property."""
+    return trainer.fit_loop._data_fetcher
+
+
+def call_module_hook(trainer: Trainer, name: str) -> None:
+    """Call the hook `name` of the module as the trainer does.
+
+    `call._call_lightning_module_hook`, since 1.6; waits for a public name.
+    """
+    call._call_lightning_module_hook(trainer, name)
+
+
+def is_accumulating(trainer: Trainer) -> bool:
+    """Whether the accumulation window of `trainer` is open.
+
+    `_TrainingEpochLoop._should_accumulate`, since 1.1; waits for a public property.
+    """
+    return trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def reset_logged(trainer: Trainer) -> None:
+    """Forget what was logged so far. `Trainer._logger_connector`, since 1.6; waits for a public call."""
+    trainer._logger_connector.reset_metrics()
+    trainer._logger_connector.reset_results()
+
+
+RESULTS = "_results"
+"""The attribute of `_TrainingEpochLoop` that holds its `ResultCollection`; since 1.6, waits for a public name."""
+
+# torchmetrics -------------------------------------------------------------------------------------------------------
+
+
+def last_value(metric: Metric) -> Any:
+    """What `forward` of `metric` returned last. `Metric._forward_cache`, since 0.1; waits for a public property."""
+    return metric._forward_cache
+
+
+def state_names(metric: Metric) -> Sequence[str]:
+    """Names of the states of `metric`. `Metric._defaults`, since 0.1; waits for a public property."""
+    return list(metric._defaults)
+
+
+def set_updated(metric: Metric, *, updates: int, last: Any, lists: Mapping[str, Tensor]) -> None:
+    """Let `metric` be one that was updated, with nothing in it.
+
+    Args:
+        metric: The metric.
+        updates: How often it was updated.
+        last: What its `forward` returned last.
+        lists: Name of a state that is a list -> an empty entry for it, where it has none.
+
+    `Metric._update_count`, since 0.9, `_computed` and `_forward_cache`, since 0.1; the public `update_count` can only
+    be read.
+    """
+    metric._update_count, metric._computed, metric._forward_cache = updates, None, last
+    for name, entry in lists.items():
+        if not getattr(metric, name):
+            setattr(metric, name, [entry])
