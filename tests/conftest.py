@@ -37,7 +37,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that needs no ranks is fast, unless it says that it is slow; tests of ranks may say that they are fast."""
+    """A test that needs no ranks is fast, unless it says that it is slow; tests of ranks may say that they are fast.
+
+    What a new version of torch has no more is said first, in words, and not by a hundred tests that need it.
+    """
+    items.sort(key=lambda item: item.path.name != "test_private_names.py")
     for item in items:
         if not needs_ranks(item) and item.get_closest_marker("slow") is None:
             item.add_marker("fast")

@@ -43,8 +43,8 @@ def checkpoints_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]
     from torch.utils import checkpoint as module
 
     checkpoint: Any = module
-    name = "_checkpoint_without_reentrant_generator"
-    name = f"{name}_impl" if hasattr(checkpoint, f"{name}_impl") else name
+    names = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    name = next(each for each in names if hasattr(checkpoint, each))
     reentrant, generator = checkpoint.CheckpointFunction, getattr(checkpoint, name)
 
     def apply(function: Callable[..., Any], *args: Any) -> Any:

@@ -69,7 +69,7 @@ def drop_held_gradients(unit: nn.Module, parameters: Collection[Tensor]) -> None
     """
     assert isinstance(unit, FSDPModule)
     for group in _parameter_groups(unit):
-        _drop_held(group, [each for each in group.fsdp_params if each.sharded_param in parameters])
+        _drop_held(group, [parameter for parameter in group.fsdp_params if parameter.sharded_param in parameters])
 
 
 def _drop_held(group: Any, parameters: Sequence[Any]) -> None:
@@ -99,8 +99,11 @@ def can_hold_gradients(unit: nn.Module) -> bool:
     assert isinstance(unit, FSDPModule)
     if not _WIDENS_APART:
         return True
-    parameters = [parameter for group in _parameter_groups(unit) for parameter in group.fsdp_params]
-    return all(each.reduce_dtype is None or hasattr(each, "_unsharded_param") for each in parameters)
+    return all(
+        parameter.reduce_dtype is None or hasattr(parameter, "_unsharded_param")
+        for group in _parameter_groups(unit)
+        for parameter in group.fsdp_params
+    )
 
 
 def holds_gradients(unit: nn.Module) -> bool:
@@ -304,10 +307,10 @@ def unscaling_shards(scaler: torch.amp.GradScaler) -> Iterator[None]:
 
     def unscale(optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[torch.device, Tensor]:
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-            if parameter.grad.dtype == torch.float16 and not allow_fp16:
+        for grad in (p.grad for each in optimizer.param_groups for p in each["params"] if p.grad is not None):
+            if grad.dtype == torch.float16 and not allow_fp16:
                 raise ValueError("Attempting to unscale FP16 gradients.")
-            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
             by_kind.setdefault((local.device, local.dtype), []).append(local)
         found = {device: found_inf.to(device, copy=True) for device, _ in by_kind}
         for (device, _), gradients in by_kind.items():
