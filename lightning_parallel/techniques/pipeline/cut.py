@@ -1,4 +1,4 @@
-"""Cutting the stack of a module into the stages of a plan: who holds what, and where each call of a layer goes."""
+"""Cutting of a module's stack into the stages of a plan."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class CutStack:
     """A stack of which each rank has some stages.
 
     Args:
-        plan: How it is cut.
-        router: Where each call of a layer goes.
+        plan: The stages, and the placement of parameters.
+        router: Receives each call of a layer, and runs it, skips it or ends the stage.
         owners_by_name: Which ranks hold each parameter and buffer.
         group: The ranks that share the stack.
         host_group: The same, for host memory.
@@ -38,7 +38,12 @@ class CutStack:
         return self.plan.local(structure, self.group.rank())
 
     def release(self, module: nn.Module, device: torch.device) -> None:
-        """Give up, in place, what other stages hold."""
+        """Replace parameters of other stages by placeholders, in place.
+
+        Args:
+            module: The whole module.
+            device: The device that placeholders report.
+        """
         release(module, self.owners_by_name, device)
 
     def tag(self, module: nn.Module) -> None:
@@ -58,10 +63,13 @@ def cut_stack(
 
     Args:
         module: The whole module; changed in place, but it holds all parameters until `CutStack.release`.
-        structure: What was found in it.
-        plan: How to cut its stack; with ``None``, nothing is cut.
+        structure: Its layer stacks.
+        plan: The plan of its stages; with ``None``, nothing is cut.
         group: The ranks that share the stack.
         host_group: The same, for host memory.
+
+    Returns:
+        The stack that was cut, or ``None`` without a plan.
     """
     if plan is None:
         return None

@@ -1,11 +1,11 @@
 """Run a schedule: compute, send and receive in the order that torch's schedules give.
 
 Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B and interleaved); Qi et al. 2024 (ZB-V); DeepSeek-AI 2024
-(DualPipe). Torch's own executor wants all steps to have the shapes of the first; here, each boundary says once a step
-what shapes are coming. Hidden states come first, and what passes beside them, if anything does.
+(DualPipe). Torch's own executor requires all steps to have the shapes of the first; here, each boundary announces the
+shapes once in every step. Hidden states are sent first, then side inputs, if there are any.
 
-A backward is always that of input and weights together: FSDP2 has no other. V-schedules keep their order, and what they
-win by putting weights off is not won.
+Backward computes gradients of inputs and weights together, as FSDP2 knows no other way. Backward is not split, so
+zero-bubble schedules bring no speed-up yet; their order of actions is kept.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MOST_DIMS = 8
 _HEADER = 3 + MOST_DIMS  # dtype, whether it wants a gradient, number of dimensions, sizes
 _Key = tuple[int, int]
 Passed = tuple[Tensor, ...]
-"""What a stage hands on: hidden states, and what passes beside them."""
+"""Tensors that a stage sends on: hidden states, `[batch, length, width]`, then side inputs."""
 
 
 @dataclass(frozen=True)
 class _Form:
-    """Of a tensor that comes: what to make room for, and whether to send a gradient back."""
+    """Dtype, shape and requires_grad of an incoming tensor."""
 
     dtype: torch.dtype
     wants_gradient: bool
@@ -52,16 +52,19 @@ class _Form:
 
 
 def _forms(passed: Passed) -> list[_Form]:
-    """Hidden states always want a gradient, so that each boundary has one a microbatch."""
+    """Describe the tensors that a stage sends on.
+
+    Hidden states always want a gradient, so that each boundary sends one for each microbatch, as the schedule expects.
+    """
     return [_Form(t.dtype, i == 0 or t.requires_grad, tuple(t.shape)) for i, t in enumerate(passed)]
 
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a rank does in a step.
+    """One action of a rank in a step.
 
     Args:
-        kind: What, in torch's notation.
+        kind: The kind in torch's notation, such as ``"F"`` or ``"SEND_B"``.
         stage: The stage's number.
         microbatch: The microbatch's number.
     """
@@ -73,17 +76,31 @@ class Action:
 
 @functools.lru_cache
 def training_actions(policy: PipelinePolicy, plan: StagePlan, count: int, rank: int) -> tuple[Action, ...]:
-    """What `rank` does in a training step of `count` microbatches."""
+    """List the actions of a rank in a training step.
+
+    Args:
+        policy: The rules, with the schedule.
+        plan: The stages and their ranks.
+        count: The number of microbatches.
+        rank: The rank on the pipeline axis.
+    """
     if policy.fits(count, plan.num_ranks):
         name = policy.schedule
         return _parsed(_torch.schedules.schedule_actions(name, plan.num_ranks, policy.stages_per_rank, count)[rank])
-    backward = [f"{s}B{m}" for m in range(count) for s in range(plan.last, -1, -1)]  # too few for the schedule
+    # Too few microbatches for the schedule, such as in the last batch of an epoch: all forwards, then all backwards.
+    backward = [f"{s}B{m}" for m in range(count) for s in range(plan.last, -1, -1)]
     return _parsed(_with_transfers(plan, [*_forwards(plan, count), *backward])[rank])
 
 
 @functools.lru_cache
 def evaluation_actions(plan: StagePlan, count: int, rank: int) -> tuple[Action, ...]:
-    """What `rank` does where there is no backward."""
+    """List the actions of a rank in a step without backward.
+
+    Args:
+        plan: The stages and their ranks.
+        count: The number of microbatches.
+        rank: The rank on the pipeline axis.
+    """
     return _parsed(_with_transfers(plan, _forwards(plan, count))[rank])
 
 
@@ -109,14 +126,14 @@ class Execution:
     """One step of the stages of this rank.
 
     Args:
-        plan: Which stage is where.
+        plan: The stages and their ranks.
         group: The ranks of the pipeline.
         host_group: The same, for host memory.
         device: This rank's device.
-        forward: From a stage, a microbatch and what was received to what the stage hands on; of the last stage, the
-            scalar to go backward from.
-        num_passed: From a stage to how many tensors it receives.
-        before_backward: Is called before each backward.
+        forward: Takes a stage, a microbatch and the received tensors; returns the tensors to send on, or for the last
+            stage the scalar from which backward starts.
+        num_passed: Takes a stage; returns the number of tensors that it receives.
+        before_backward: Called before each backward.
     """
 
     def __init__(
@@ -144,7 +161,7 @@ class Execution:
         self._sent: list[tuple[Tensor, dist.Work]] = []
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Do all `actions`; returns when nothing is under way any more."""
+        """Run all `actions`; returns when nothing is being sent any more."""
         does_backward = any(action.kind in ("B", "I") for action in actions)
         for action in actions:
             key = action.stage, action.microbatch
@@ -175,6 +192,8 @@ class Execution:
             for tensor, form in zip(received, self._coming[stage], strict=True):
                 tensor.requires_grad_(form.wants_gradient)
         output = self._forward(stage, microbatch, received)
+        # In V-schedules a rank may have two neighbouring stages: nothing is sent, but the graph is cut all the same,
+        # because each stage has its own backward.
         if stage < self._plan.last and self._is_here(stage + 1):
             assert output is not None
             self._coming[stage + 1] = _forms(output)
@@ -190,10 +209,12 @@ class Execution:
         self._before_backward()
         pairs = [pair for pair in zip(wanted, gradients, strict=True) if pair[0].requires_grad]
         if pairs:
+            # Backward runs outside of autocast, as under Lightning; forward has chosen the dtypes.
             with torch.autocast(self._device.type, enabled=False):
                 torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
         if received is None:
             return
+        # The stage before waits for each gradient, even where this stage did not use the tensor.
         own = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in received if t.requires_grad)
         if self._is_here(stage - 1):
             self._arriving["B", stage - 1, microbatch] = [(gradient, None) for gradient in own]
@@ -216,12 +237,12 @@ class Execution:
             work = dist.isend(announced, group=self._host_group, group_dst=target)
             assert work is not None
             self._sent.append((announced, work))
-        # The receiver made room for the shapes of this step's first microbatch.
+        # The receiver allocates memory for the shapes of this step's first microbatch.
         assert self._coming[stage + 1] == forms, "microbatches of different shapes"
         self._send(tuple(tensor.detach() for tensor in output), target)
 
     def _announced(self, stage: int) -> list[_Form]:
-        """What `stage` receives in this step."""
+        """Return the forms of the tensors that `stage` receives, announced once in each step."""
         if stage not in self._coming:
             header = torch.zeros(self._num_passed(stage), _HEADER, dtype=torch.int64)
             dist.recv(header, group=self._host_group, group_src=self._plan.rank_of(stage - 1))
@@ -229,7 +250,7 @@ class Execution:
         return self._coming[stage]
 
     def _send(self, tensors: Passed, target: int) -> None:
-        # What has arrived needs no memory here any more.
+        # Tensors are kept alive until they have been sent; those that have arrived can be freed.
         self._sent = [(sent, earlier) for sent, earlier in self._sent if not earlier.is_completed()]
         for tensor in map(Tensor.contiguous, tensors):
             work = dist.isend(tensor, group=self._group, group_dst=target)

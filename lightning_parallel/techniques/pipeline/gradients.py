@@ -1,4 +1,4 @@
-"""Gradients of a step whose backward has run already, and of parameters that several stages hold."""
+"""Gradients of a step whose backward has already run, and gradients of parameters that several stages hold."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_parallel.ranks.stage_owners import StageOwners, stage_owners_of
 
 
 class GradientsOfStep:
-    """Gradients that backward makes while this is entered, apart from those of before.
+    """Gradients from backwards inside this context, kept apart from earlier ones.
 
     Args:
-        parameters: Whose gradients.
+        parameters: The parameters whose gradients are kept.
 
     Example:
         >>> with GradientsOfStep(parameters) as gradients:
@@ -44,10 +44,17 @@ class GradientsOfStep:
         self._before = []
 
     def attached_to(self, loss: Tensor, *, scale: float) -> Tensor:
-        """`loss`, with a backward that adds the new gradients, which are those of `loss` times `scale`.
+        """Give `loss` a backward that adds the new gradients to those of before.
 
         Lightning clears old gradients between the step and backward, divides the loss by the microsteps of a window,
-        and scales it; hooks of the user's may do more. All that reaches the gradients through the chain rule.
+        and scales it; a user's hooks may do more. All of this reaches the new gradients through the chain rule.
+
+        Args:
+            loss: A scalar.
+            scale: The new gradients are those of `loss` times this.
+
+        Returns:
+            A scalar of the same value.
         """
 
         @torch.no_grad()
@@ -65,7 +72,7 @@ class GradientsOfStep:
 
 
 class _Deposit(torch.autograd.Function):
-    """A number whose backward hands out gradients that were computed before, times its own gradient."""
+    """Identity forward; backward adds gradients that were computed before, times the incoming gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, deposit: Callable[[Tensor], None]) -> Tensor:
@@ -85,6 +92,7 @@ def sum_shared_gradients(parameters: Sequence[nn.Parameter]) -> None:
     Args:
         parameters: All parameters of the module, each once, in the same order on every rank.
     """
+    # All stages take part in agreeing on what was used; gradients then only travel between the ranks that hold them.
     shared = [(p, h) for p in parameters if (h := stage_owners_of(p)) is not None and len(h.ranks) > 1]
     if not shared:
         return
@@ -98,9 +106,10 @@ def sum_shared_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _add_others(gradient: Tensor, owners: StageOwners) -> None:
-    # Every holder adds in the same order, so that all have the same sum to the last bit.
+    # Every owner adds in the same order, so that all have the same sum to the last bit.
     me = owners.group.rank()
-    dense = torch.contiguous_format  # whatever the parameter's strides are, which its gradient has, too
+    # Sending needs contiguous memory, whatever strides the gradient has taken over from the parameter.
+    dense = torch.contiguous_format
     parts = {rank: torch.empty_like(gradient, memory_format=dense) for rank in owners.ranks}
     parts[me].copy_(gradient)
     others = [rank for rank in owners.ranks if rank != me]

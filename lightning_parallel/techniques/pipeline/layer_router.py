@@ -1,9 +1,9 @@
-"""How a step runs through the stack where only some of its layers are here.
+"""Routing of a step through a stack of which only some layers are on this rank.
 
-A stage runs the user's own step. Layers of earlier stages hand on a ghost; the first layer of this stage takes what was
-received in the place of its first argument; when the first layer of the next stage is called, the step is left with
-that argument. So whatever code there is between layers runs where the layer before it ran. What else that layer is
-given that was computed with parameters passes, too, and stands from then on for the ghost that the user's code has.
+A stage runs the user's own step. Layers of earlier stages return a placeholder. The first layer of this stage gets the
+received tensor as its first argument. When the first layer of the next stage is called, the step is left with that
+layer's argument. So code between layers runs where the layer before it ran. Other arguments that depend on parameters
+are sent along and replace the placeholders.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from lightning_parallel.techniques.pipeline.timing import StepClock
 
 
 class StageExit(BaseException):
-    """Leaves a step at the end of a stage, past any ``except Exception`` of the user's.
+    """Exit from a step at the end of a stage; a `BaseException`, so that no ``except Exception`` catches it.
 
     Args:
-        passed: What the next stage goes on with: hidden states, and what passes beside them.
+        passed: Tensors for the next stage: hidden states, then side inputs.
     """
 
     def __init__(self, passed: tuple[Tensor, ...]) -> None:
@@ -50,12 +50,12 @@ class StageExit(BaseException):
 
 
 class LayerRouter:
-    """The way of a step through the stack; open while a stage runs its part.
+    """Router of a step through the stack; open while a stage runs its part.
 
     Args:
-        plan: Which layers are which stage.
+        plan: The layers of each stage.
         paths: The paths of the layers, in order.
-        beside: What traces of an earlier cut have shown.
+        beside: Side inputs known from traces of an earlier cut.
     """
 
     def __init__(self, plan: StagePlan, paths: Sequence[str], beside: Beside | None = None) -> None:
@@ -76,15 +76,15 @@ class LayerRouter:
 
     @contextlib.contextmanager
     def traced(self, step: str, module: nn.Module, touch: Callable[[str], None]) -> Iterator[None]:
-        """Inside this context, a step runs on ghosts only, and what it does is watched.
+        """Inside this context, a step runs on placeholders only, and its operations are watched.
 
         Args:
             step: The step's name.
-            module: The module, whose parameters are all ghosts in here.
-            touch: Takes the name of a parameter with each operation that takes it.
+            module: The module; all its parameters are placeholders inside the context.
+            touch: Called with the name of a parameter for each operation that takes it.
 
         Raises:
-            ConfigurationError: From the step, where it takes to a stage what another one computes.
+            ConfigurationError: From the step, where a stage would need a tensor that another one computes.
         """
         self._watch = Watch(lambda: self.plan.stage_at(self.position), touch, self._refuse)
         self._inferred.forget()
@@ -105,14 +105,14 @@ class LayerRouter:
         seed: int | None = None,
         clock: StepClock | None = None,
     ) -> Iterator[None]:
-        """Inside this context, a step is that of `stage`; with ``None``, no layer is run and all hand on ghosts.
+        """Inside this context, a step runs the layers of `stage`.
 
         Args:
             step: The step's name.
-            stage: The stage's number.
-            received: What the stage before left its step with.
-            seed: Of the random numbers that layers draw.
-            clock: What times layers.
+            stage: The stage's number; with ``None``, no layer runs, and all return placeholders.
+            received: The tensors that the stage before has sent.
+            seed: The seed of random numbers that layers draw.
+            clock: Times the layers, if given.
         """
         self._step, self._stage, self._received, self._seed, self._clock = step, stage, received, seed, clock
         self.position, self._is_open = BEFORE_THE_STACK, True
@@ -127,19 +127,15 @@ class LayerRouter:
 
     @property
     def is_in_layer(self) -> bool:
-        """Whether a layer is run on ghosts just now."""
+        """Whether a layer is running on placeholders at the moment."""
         return self._inferred.is_running
 
     def has(self, name: str) -> bool:
-        """Whether a parameter is one of a layer."""
+        """Whether a parameter belongs to a layer of the stack."""
         return any(name.startswith(f"{path}.") for path in self._paths)
 
     def check_end(self) -> None:
-        """Call it where a step has returned.
-
-        Raises:
-            ConfigurationError: If it has not gone through all layers.
-        """
+        """Refuse a step that has returned without calling all layers."""
         if self.position != self.plan.num_layers - 1:
             where = "no layer" if self.position < 0 else f"only the layers up to {self._paths[self.position]}"
             raise ConfigurationError([_disorder(f"the step called {where} of the stack")])
@@ -147,7 +143,16 @@ class LayerRouter:
     def call(
         self, index: int, layer: nn.Module, run: Callable[..., Any], forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run layer `index`, hand on a ghost in its place, or leave the step."""
+        """Run a layer, return a placeholder in place of its result, or leave the step with a `StageExit`.
+
+        Args:
+            index: The layer's number in the stack.
+            layer: The layer.
+            run: Its `__call__`, with all hooks.
+            forward: Its `forward` alone.
+            args: Its arguments.
+            kwargs: Those by name.
+        """
         if not self._is_open:
             return run(*args, **kwargs)
         if index != self.position + 1:
@@ -172,19 +177,19 @@ class LayerRouter:
             raise ConfigurationError([self._foreign(index, placeholders)])
         timed = contextlib.nullcontext() if self._clock is None else self._clock.of_layer(index)
         stream = _layer_stream(self._seed, index, is_needed=layer.training and torch.is_grad_enabled())
-        with timed, stream, _torch.modes.outside_of(self._mode):  # its arguments stand in already
+        with timed, stream, _torch.modes.outside_of(self._mode):  # the arguments are replaced already
             return run(*args, **kwargs)
 
     # What passes from stage to stage ------------------------------------------------------------------------------
 
     def _look_beside(self, index: int, args: Any, kwargs: Any) -> Any:
-        """Note which arguments of a layer were computed with parameters: these have to pass, too, where it is first."""
+        """Note which arguments of a layer depend on parameters: if the layer begins a stage, they are side inputs."""
         hidden, stage = hidden_in(args, kwargs), self.plan.stage_at(index)
         beside = self.side_inputs.note(self._step, index, hidden, args, kwargs)
         if index == self.plan.layers_of(stage).start:
-            # From here on it counts as what this stage has received.
+            # From here on, these tensors count as received by this stage.
             for placeholder in beside if stage else ():
-                if self._substitutes.replace(placeholder).stage != stage - 1:  # a stage between would have to know it
+                if self._substitutes.replace(placeholder).stage != stage - 1:  # stages between would have to pass it on
                     self._refuse(placeholder)
                 self.side_inputs.check_kind(index, placeholder)
             for placeholder in (self._check_hidden(index, hidden), *beside):
@@ -192,7 +197,7 @@ class LayerRouter:
         return self._substitutes.replace((args, kwargs))
 
     def _take(self, index: int, received: tuple[Tensor, ...], args: Any, kwargs: Any) -> Any:
-        """The arguments of the first layer of a stage, of what it has received."""
+        """Put received tensors in place of the arguments of a stage's first layer."""
         hidden, *beside = received
         if (placeholder := hidden_in(args, kwargs)) is not None:
             self._substitutes.put(placeholder, hidden)
@@ -204,7 +209,7 @@ class LayerRouter:
         return self.side_inputs.find(self._step, index, args, kwargs)
 
     def _substitute_outside(self, values: Any) -> Any:
-        """The same for operations outside of layers; a trace notes whether there are any."""
+        """Replace placeholders for operations outside of layers; a trace notes whether there are any."""
         found = self._substitutes.replace(values)
         if self._watch is not None and not self.is_in_layer:
             pairs = zip(tree_leaves(values), tree_leaves(found), strict=True)
@@ -213,7 +218,7 @@ class LayerRouter:
         return found
 
     def _hand_on(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What the layer would return, as ghosts."""
+        """Infer the layer's result, as placeholders."""
         return self._inferred.result(index, layer, forward, args, kwargs, is_on_placeholders=self._watch is not None)
 
     def _check_hidden(self, index: int, hidden: Any) -> Tensor:
@@ -251,8 +256,8 @@ def apply_layer_router(
 
     Args:
         layers: All layers of the stack with their paths, in the order in which they run.
-        plan: Which of them are which stage.
-        beside: What passes beside hidden states, if that is known.
+        plan: The layers of each stage.
+        beside: Side inputs, if they are known from a trace.
     """
     router = LayerRouter(plan, [path for path, _ in layers], beside)
     indices = {layer: index for index, (_, layer) in enumerate(layers)}
@@ -264,7 +269,8 @@ def apply_layer_router(
 
 
 def _routing(cls: type[Any], router: LayerRouter, indices: Mapping[nn.Module, int]) -> type[nn.Module]:
-    # Around __call__, not forward: no hook of a layer that is elsewhere runs, and gathering sees what was received.
+    # Around `__call__`, not `forward`: hooks of layers on other stages must not run, and the hook that gathers
+    # parameters has to see the received tensors, so that backward gathers them again.
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run, forward = functools.partial(cls.__call__, self), functools.partial(cls.forward, self)
         return router.call(indices[self], self, run, forward, args, kwargs)
@@ -273,8 +279,8 @@ def _routing(cls: type[Any], router: LayerRouter, indices: Mapping[nn.Module, in
 
 
 def _layer_stream(seed: int | None, index: int, *, is_needed: bool) -> contextlib.AbstractContextManager[None]:
-    """Random numbers of one layer, whichever stage it is on: what other layers draw does not matter."""
-    # `seed` is that of a microbatch, and theirs are neighbouring parts of one, so layers' are far from these.
+    """Draw a layer's random numbers from its own seed: they do not depend on its stage, nor on other layers."""
+    # Seeds of microbatches are neighbouring parts of one seed, so those of layers keep far away from them.
     return (
         contextlib.nullcontext()
         if seed is None or not is_needed

@@ -1,4 +1,4 @@
-"""Cut a batch into microbatches, and put what comes out of them together again."""
+"""Cut a batch into microbatches, and merge their outputs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ class MicrobatchCounts:
         self._usual_size = 0
 
     def in_training(self, size: int) -> int:
-        """Of a training batch; a smaller one than usual is the rest of an epoch, where idling is better than an error.
+        """Count the microbatches of a training batch of `size` samples.
+
+        A smaller batch than usual is the last one of an epoch, for which idle stages are better than an error.
 
         Raises:
-            ConfigurationError: If it cannot be cut as given, or into too few parts.
+            ConfigurationError: If the batch cannot be cut as given, or into too few parts.
         """
         self._usual_size = max(self._usual_size, size)
         if size < self._usual_size:
@@ -38,7 +40,7 @@ class MicrobatchCounts:
         return self._policy.training_microbatches(size, self._num_ranks)
 
     def in_evaluation(self, size: int) -> int:
-        """Of a batch without backward."""
+        """Count the microbatches of a batch of `size` samples without backward."""
         return self._policy.any_microbatches(size, self._num_ranks)
 
 
@@ -61,10 +63,15 @@ def batch_size_of(batch: Any) -> int:
 
 
 def cut_batch(batch: Any, batch_size: int, count: int) -> list[Any]:
-    """`count` equal parts of a batch.
+    """Cut a batch into equal microbatches.
 
-    Tensors with `batch_size` entries along the first dimension are cut, so are lists of so many texts or numbers;
-    everything else goes into each part whole.
+    Tensors with `batch_size` entries along the first dimension are cut, and so are lists of that many texts or numbers;
+    everything else goes whole into each microbatch.
+
+    Args:
+        batch: Nested containers with tensors `[batch_size, ...]`.
+        batch_size: The number of samples.
+        count: The number of microbatches, a divisor of `batch_size`.
     """
     size = batch_size // count
 
@@ -93,12 +100,16 @@ def cut_batch(batch: Any, batch_size: int, count: int) -> list[Any]:
 
 
 def merge_outputs(outputs: Sequence[Any], size: int) -> Any:
-    """What the whole batch would have given, from the outputs of its equal parts of `size` samples.
+    """Merge the outputs of equal microbatches into that of the whole batch.
 
     Tensors and lists with an entry for each sample are joined; other numbers are averaged.
 
+    Args:
+        outputs: The output of each microbatch, all of one structure.
+        size: The number of samples of a microbatch.
+
     Raises:
-        ConfigurationError: For what is neither, and differs from part to part.
+        ConfigurationError: For anything else that differs between microbatches.
     """
     if len(outputs) == 1:
         return outputs[0]

@@ -1,8 +1,9 @@
-"""Which rank holds which parameter, and what follows from it: ghosts elsewhere, gradients summed.
+"""Placement of parameters on the ranks of a pipeline, with placeholders on all other ranks.
 
-A layer's parameters are on its stage. What is outside of the stack is on the stage that uses it: known by the order of
-registration at first, and by tracing a step before the first one runs. A parameter that several stages use (tied
-weights, parameters of the module itself) is held by all of them, and its gradient is the sum of theirs.
+A layer's parameters are on its stage. Parameters outside of the stack are on the stage that uses them, which is guessed
+from the order of registration at first, and known from tracing a step before the first one runs. A parameter that
+several stages use (tied weights, parameters of the module itself) is on all of them, and its gradient is the sum of
+theirs.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ Positions = dict[str, frozenset[int]]
 
 @dataclass(frozen=True)
 class Placement:
-    """What a look at a step has shown, by which a module is cut anew.
+    """Result of tracing one step, by which a module is cut anew.
 
     Args:
-        positions: Where each parameter is used.
-        costs: What layers take, if that was measured.
-        beside: What passes from stage to stage beside hidden states.
+        positions: Where in the step each parameter is used.
+        costs: The measured costs of layers, if there are any.
+        beside: Side inputs of the layers.
     """
 
     positions: Positions
@@ -47,7 +48,12 @@ class Placement:
 
 
 def positions_by_registration(module: nn.Module, structure: ModuleStructure) -> Positions:
-    """Where parameters and buffers are used, as far as their order tells; aliases of one tensor have it in common."""
+    """Guess where parameters and buffers are used, from the order of registration; tied ones share all places.
+
+    Args:
+        module: The whole module.
+        structure: Its layer stacks, of which there is one.
+    """
     (stack,) = structure.stacks
     last = len(stack.layers) - 1
     found: dict[Tensor, set[int]] = defaultdict(set)
@@ -58,7 +64,8 @@ def positions_by_registration(module: nn.Module, structure: ModuleStructure) -> 
         layer = next((i for i, at in enumerate(stack.layers) if path == at or path.startswith(f"{at}.")), None)
         if layer is not None:
             found[tensor].add(layer)
-        elif not path or f"{stack.path}.".startswith(f"{path}."):  # on a module around the stack: nobody knows when
+        # A module around the stack may use its own parameters before the stack, after it, or both.
+        elif not path or f"{stack.path}.".startswith(f"{path}."):
             found[tensor] |= {BEFORE_THE_STACK, last}
         else:
             found[tensor].add(BEFORE_THE_STACK if order[path] < order[stack.path] else last)
@@ -68,7 +75,15 @@ def positions_by_registration(module: nn.Module, structure: ModuleStructure) -> 
 def plan_stages(
     module: nn.Module, structure: ModuleStructure, placement: Placement, policy: PipelinePolicy, num_ranks: int
 ) -> StagePlan:
-    """Cut the stack of `module` into stages; changes nothing."""
+    """Divide the stack of `module` into stages; changes nothing.
+
+    Args:
+        module: The whole module.
+        structure: Its layer stacks, of which there is one.
+        placement: Where parameters are used, and the costs of layers.
+        policy: The rules.
+        num_ranks: Ranks that share the stack.
+    """
     if isinstance(policy.stages, str):
         costs = placement.costs or _parameter_counts(module, structure, placement.positions)
         counts = balanced(costs, policy.num_stages(num_ranks))
@@ -88,7 +103,14 @@ def _parameter_counts(module: nn.Module, structure: ModuleStructure, positions: 
 
 
 def hold(module: nn.Module, positions: Positions, plan: StagePlan, **groups: Any) -> dict[str, StageOwners]:
-    """Who holds what. `groups` are those of `StageOwners`. The last stage owns buffers that all stages have."""
+    """Map names of parameters and buffers to owner ranks. The last stage owns buffers that several stages have.
+
+    Args:
+        module: The whole module.
+        positions: Where parameters and buffers are used.
+        plan: The stages and their ranks.
+        groups: The groups that `StageOwners` takes.
+    """
     buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     known: dict[tuple[int, ...], StageOwners] = {}
     owners_by_name = {}
@@ -100,7 +122,13 @@ def hold(module: nn.Module, positions: Positions, plan: StagePlan, **groups: Any
 
 
 def release(module: nn.Module, owners_by_name: Mapping[str, StageOwners], device: torch.device) -> None:
-    """Put ghosts in the place of parameters that are not held here, in place: no memory is left of them."""
+    """Replace parameters of other stages by placeholders, in place, and free their memory.
+
+    Args:
+        module: The whole module.
+        owners_by_name: The owner ranks of each parameter.
+        device: The device that placeholders report.
+    """
     placeholders: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if not owners_by_name[name].is_here:
@@ -114,11 +142,11 @@ def release(module: nn.Module, owners_by_name: Mapping[str, StageOwners], device
 
 
 def trace_positions(module: nn.Module, router: LayerRouter, called: str, step: Callable[[], Any]) -> Positions:
-    """Where a step uses which parameter, found by running it on ghosts; what it changes on the module is undone.
+    """Find where a step uses each parameter, by running it on placeholders; its changes to the module are undone.
 
     Args:
         module: The whole module.
-        router: The way through its stack; it learns what passes beside hidden states.
+        router: The router of its stack, which learns the side inputs.
         called: The step's name.
         step: The user's step on a microbatch.
 
@@ -155,7 +183,7 @@ def _read_outside(name: str) -> str:
 
 
 class _ReadError(Exception):
-    """The step looked at a value behind the stack, which a trace does not have; a real step will."""
+    """End of a trace at a value that the step reads after the stack, where a real step has one."""
 
 
 @contextlib.contextmanager
@@ -165,7 +193,7 @@ def _reading_ends_it(router: LayerRouter) -> Iterator[None]:
     except StageExit:
         raise AssertionError("a trace leaves no stage") from None
     except Exception as error:
-        # Whatever fails behind the last layer fails for want of values: what was seen by then holds.
+        # After the last layer, a trace only fails because placeholders have no values: what it saw so far is right.
         is_refused = isinstance(error, ConfigurationError) and not isinstance(error, PlaceholderReadError)
         if is_refused or router.position < router.plan.num_layers - 1:
             raise
@@ -173,13 +201,16 @@ def _reading_ends_it(router: LayerRouter) -> Iterator[None]:
 
 
 def corrected(before: Positions, traced: Positions, plan: StagePlan, *, is_first: bool) -> Positions | None:
-    """`before` with the places that a trace found; ``None`` if every stage holds already what it uses.
+    """Correct positions by those that a trace found.
 
     Args:
-        before: What is assumed now.
-        traced: What the trace found.
-        plan: Which stage is where.
-        is_first: Whether `before` is not from a trace, so that a parameter leaves a place at which it is not used.
+        before: The positions that are assumed now.
+        traced: The positions that the trace found.
+        plan: The stages and their ranks.
+        is_first: Whether `before` is a guess and not from a trace, so that places without a use are dropped.
+
+    Returns:
+        The new positions; ``None`` if every stage already has the parameters that it uses.
     """
     merged = {}
     is_wrong = False

@@ -1,4 +1,4 @@
-"""The stages of a pipeline, planned before anything is cut: which layers, parameters and ranks belong together."""
+"""Plan of a pipeline's stages, made before anything is cut: the layers, parameters and ranks that belong together."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How the one stack of a module is cut.
+    """Plan for cutting the one stack of a module.
 
     Args:
         policy: The rules by which it is cut.
-        stages: Which layers are which stage, and which rank has it.
-        placement: Where in a step each parameter is used, and what layers cost, if that is known.
+        stages: The layers of each stage, and its rank.
+        placement: Where in a step each parameter is used, and the costs of layers, if they are known.
         numel: For each stage, the number of elements of its parameters.
     """
 
@@ -29,9 +29,13 @@ class PipelinePlan:
     numel: tuple[int, ...]
 
     def local(self, structure: ModuleStructure, rank: int) -> ModuleStructure:
-        """The part of `structure` on one rank of the pipeline: a stack for each of its stages.
+        """Describe the part of `structure` on one rank of the pipeline: a stack for each of its stages.
 
-        Nothing outside of the stack is a unit, because a step is left in the middle.
+        Modules outside of the stack are no units, because a step may be left while they run.
+
+        Args:
+            structure: The layer stacks of the whole module.
+            rank: The rank on the pipeline axis.
         """
         (stack,) = structure.stacks
         layers = [self.stages.layers_of(stage) for stage in self.stages.stages_of(rank)]
@@ -55,10 +59,10 @@ def plan_pipeline(
 
     Args:
         module: The whole module.
-        structure: What was found in it; it has one stack.
+        structure: Its layer stacks, of which there is one.
         policy: The rules.
         num_ranks: Ranks that share the stack.
-        placement: What a trace of a step has shown; by default, parameters are used where they are registered.
+        placement: The result of tracing a step; by default, the order of registration decides.
     """
     placement = placement or Placement(positions_by_registration(module, structure))
     stages = plan_stages(module, structure, placement, policy, num_ranks)
@@ -70,7 +74,14 @@ def plan_pipeline(
 
 
 def cut_violations(module: nn.Module, structure: ModuleStructure, policy: PipelinePolicy, num_ranks: int) -> list[str]:
-    """Reasons why the layers of `module` cannot be cut into stages over `num_ranks` ranks; empty if they can."""
+    """Reasons why the layers of `module` cannot be cut into stages over `num_ranks` ranks; empty if they can.
+
+    Args:
+        module: The whole module.
+        structure: Its layer stacks.
+        policy: The rules.
+        num_ranks: Ranks that share the stack.
+    """
     if len(structure.stacks) == 1:
         stack = structure.stacks[0]
         return stack_length_violations(policy, num_ranks, len(stack.layers), stack.path)
@@ -83,7 +94,12 @@ def cut_violations(module: nn.Module, structure: ModuleStructure, policy: Pipeli
 
 
 def hooked_layers_violations(module: nn.Module, structure: ModuleStructure) -> list[str]:
-    """Forward hooks of the user's on layers of the stack: those of layers on other stages would not run."""
+    """Reasons why a user's forward hooks on layers are refused: those of layers on other stages would not run.
+
+    Args:
+        module: The whole module.
+        structure: Its layer stacks.
+    """
     hooked = [
         path
         for path in structure.layers

@@ -1,4 +1,4 @@
-"""Which schedules there are, what each needs, and how many microbatches a batch is cut into."""
+"""Pipeline schedules, their requirements, and numbers of microbatches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePolicy:
-    """How a stack is cut and in which order its parts run; knows no module.
+    """Rules by which a stack is cut, and the order in which stages run; knows no module.
 
     Args:
         schedule: One of `SCHEDULES`.
         microbatches: Parts of a rank's batch; ``"auto"`` is the largest divisor that is at most twice the stages.
-        stages: Layers of each stage; ``"auto"`` balances parameters, ``"time"`` what layers take.
+        stages: Layers of each stage; ``"auto"`` balances numbers of parameters, ``"time"`` measured times.
         virtual_stages: Stages of each rank.
     """
 
@@ -34,7 +34,7 @@ class PipelinePolicy:
             object.__setattr__(self, "stages", tuple(self.stages))
 
     def given(self) -> list[str]:
-        """What is not as by default."""
+        """Options that differ from their defaults, as ``name=value``."""
         found = {option.name: getattr(self, option.name) for option in fields(self)}
         chosen = {option.name: found[option.name] for option in fields(self) if found[option.name] != option.default}
         return [f"{name}={list(v) if isinstance(v, tuple) else v!r}" for name, v in chosen.items()]
@@ -58,13 +58,22 @@ class PipelinePolicy:
         return self.num_stages(num_ranks) if self.schedule == "dualpipev" else num_ranks
 
     def fits(self, count: int, num_ranks: int) -> bool:
-        """Whether the schedule can run `count` microbatches."""
+        """Whether the schedule can run `count` microbatches.
+
+        Args:
+            count: The number of microbatches.
+            num_ranks: Ranks that share the stack.
+        """
         if count < self.least_microbatches(num_ranks):
             return False
         return self.schedule != "interleaved" or count % (count // num_ranks) == 0
 
     def training_microbatches(self, batch_size: int, num_ranks: int) -> int:
-        """Parts of a batch of `batch_size` samples in training.
+        """Count the microbatches of a training batch.
+
+        Args:
+            batch_size: The number of samples.
+            num_ranks: Ranks that share the stack.
 
         Raises:
             ConfigurationError: If it cannot be cut as given, or into too few parts.
@@ -93,13 +102,23 @@ class PipelinePolicy:
         return max(n for n in possible if n <= limit)
 
     def any_microbatches(self, batch_size: int, num_ranks: int) -> int:
-        """Parts of a batch that comes as it is: in evaluation, and the last one of an epoch."""
+        """Count the microbatches of a batch of any size: in evaluation, and the last one of an epoch.
+
+        Args:
+            batch_size: The number of samples.
+            num_ranks: Ranks that share the stack.
+        """
         limit = 2 * self.num_stages(num_ranks) if self.microbatches == "auto" else self.microbatches
         return divisors(batch_size, at_most=limit)[-1]
 
 
 def pipeline_violations(policy: PipelinePolicy, num_ranks: int) -> list[str]:
-    """Reasons why `policy` cannot hold over `num_ranks` ranks, whatever the module is; empty if it can."""
+    """Reasons why `policy` cannot hold over `num_ranks` ranks, for any module; empty if it can.
+
+    Args:
+        policy: The rules.
+        num_ranks: Ranks that share the stack.
+    """
     found = []
     name = policy.schedule
     if name not in SCHEDULES:
@@ -122,7 +141,14 @@ def pipeline_violations(policy: PipelinePolicy, num_ranks: int) -> list[str]:
 
 
 def stack_length_violations(policy: PipelinePolicy, num_ranks: int, num_layers: int, path: str) -> list[str]:
-    """Reasons why a stack of `num_layers` layers cannot be cut as `policy` says; empty if it can."""
+    """Reasons why a stack of `num_layers` layers cannot be cut as `policy` says; empty if it can.
+
+    Args:
+        policy: The rules.
+        num_ranks: Ranks that share the stack.
+        num_layers: The number of layers.
+        path: The path of the stack, for messages.
+    """
     stages = policy.num_stages(num_ranks)
     if not isinstance(policy.stages, str) and sum(policy.stages) != num_layers:
         return [

@@ -1,4 +1,4 @@
-"""Tensors that pass from stage to stage beside hidden states: other arguments of layers that depend on parameters."""
+"""Side inputs: arguments of layers beside hidden states that depend on parameters, and are sent from stage to stage."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lightning_parallel.techniques.pipeline.execution import MOST_DIMS, PASSED_D
 from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
 
 Beside = dict[str, dict[int, tuple[int, ...]]]
-"""Name of a step -> layer -> which of the tensors that it is given were computed with parameters, by place."""
+"""Name of a step -> number of a layer -> places of those of its arguments that were computed with parameters."""
 _OUTSIDE = -1
-"""In the place of a layer: whether operations outside of layers take what was received."""
+"""Key in the place of a layer's number: operations outside of layers take received tensors."""
 
 
 class SideInputs:
-    """Which arguments of the layers pass from stage to stage, as traces of steps have shown.
+    """Side inputs of the layers, as traces of steps have shown them.
 
     Args:
-        plan: Which layers are which stage.
+        plan: The layers of each stage.
         paths: The paths of the layers, in order.
-        known: What traces of an earlier cut have shown.
+        known: Side inputs from traces of an earlier cut.
     """
 
     def __init__(self, plan: StagePlan, paths: Sequence[str], known: Beside | None = None) -> None:
@@ -33,15 +33,31 @@ class SideInputs:
         self._plan, self._paths = plan, paths
 
     def has_any(self, step: str) -> bool:
-        """Whether anything passes in a step."""
+        """Whether a step has side inputs."""
         return any(self.by_step.get(step, {}).values())
 
     def num_passed(self, step: str, stage: int) -> int:
-        """How many tensors `stage` receives in a step, hidden states included."""
+        """Count the tensors that a stage receives in a step, hidden states included.
+
+        Args:
+            step: The step's name.
+            stage: The stage's number.
+        """
         return 1 + len(self.by_step.get(step, {}).get(self._plan.layers_of(stage).start, ()))
 
     def note(self, step: str, index: int, hidden: Any, args: Any, kwargs: Any) -> list[Any]:
-        """Note, in a trace, which arguments of layer `index` were computed with parameters; returns these."""
+        """Note, in a trace, which arguments of a layer were computed with parameters.
+
+        Args:
+            step: The step's name.
+            index: The layer's number.
+            hidden: Hidden states, which are sent anyway.
+            args: Arguments of the layer.
+            kwargs: Those by name.
+
+        Returns:
+            These arguments.
+        """
         leaves = tree_leaves((args, kwargs))
         places = [
             p for p, leaf in enumerate(leaves) if leaf is not hidden and is_placeholder(leaf) and leaf.stage is not None
@@ -50,11 +66,17 @@ class SideInputs:
         return [leaves[place] for place in places]
 
     def note_outside(self, step: str) -> None:
-        """Note, in a trace, that operations outside of layers take what was received."""
+        """Note, in a trace, that operations outside of layers take received tensors."""
         self.by_step[step][_OUTSIDE] = (0,)
 
     def find(self, step: str, index: int, args: Any, kwargs: Any) -> list[Tensor]:
-        """The tensors that pass beside hidden states where layer `index` is called.
+        """Find the side inputs among the arguments of a layer.
+
+        Args:
+            step: The step's name.
+            index: The layer's number.
+            args: Arguments of the layer.
+            kwargs: Those by name.
 
         Raises:
             ConfigurationError: If the layer is given other arguments than in the trace.
@@ -74,7 +96,15 @@ class SideInputs:
         return found
 
     def check_kind(self, index: int, placeholder: Any) -> None:
-        """Refuse a tensor that cannot be sent to the stage of layer `index`."""
+        """Refuse a tensor that cannot be sent to the stage of a layer.
+
+        Args:
+            index: The layer's number.
+            placeholder: The tensor.
+
+        Raises:
+            ConfigurationError: For a dtype or a number of dimensions that is not sent.
+        """
         if placeholder.dtype not in PASSED_DTYPES or placeholder.ndim > MOST_DIMS:
             raise ConfigurationError(
                 [

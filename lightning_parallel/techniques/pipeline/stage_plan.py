@@ -1,7 +1,7 @@
-"""How a stack of layers is cut into pipeline stages.
+"""Division of a stack of layers into pipeline stages.
 
-A stage is a run of neighbouring layers; the first one has what comes before the stack, too, and the last one what comes
-after. A rank has one stage, or several (virtual stages).
+A stage is a run of neighbouring layers; the first stage also has the prologue, and the last one the epilogue. A rank
+has one stage, or several (virtual stages).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BEFORE_THE_STACK = -1
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Which layers are which stage, and which rank has it.
+    """Layers of each stage, and the rank of each stage.
 
     Args:
         num_ranks: Ranks that share the stack.
@@ -73,12 +73,12 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What stages are balanced by: numbers of parameters, or microseconds.
+    """Costs by which stages are balanced: numbers of parameters, or microseconds.
 
     Args:
-        layers: Of each layer.
-        first: Of what the first stage has besides its layers.
-        last: The same of the last stage.
+        layers: The cost of each layer.
+        first: The cost of the prologue, which is on the first stage.
+        last: The cost of the epilogue, which is on the last stage.
     """
 
     layers: tuple[int, ...]
@@ -96,11 +96,14 @@ class StepCosts:
 
 
 def balanced(costs: StepCosts, num_stages: int) -> tuple[int, ...]:
-    """Numbers of layers for each stage, such that the largest stage is as small as it can be.
+    """Balance stages so that the most expensive one costs as little as possible.
 
     Args:
-        costs: Of each layer, and of what is around them.
-        num_stages: How many stages; not more than layers.
+        costs: Of the layers, prologue and epilogue.
+        num_stages: The number of stages; not more than there are layers.
+
+    Returns:
+        The number of layers of each stage.
     """
     sums = [0, *accumulate(costs.layers)]
     count = len(costs.layers)

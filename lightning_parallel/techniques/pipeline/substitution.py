@@ -1,4 +1,4 @@
-"""What takes the place of ghosts in a step of the user's, whose variables keep them."""
+"""Substitution of received tensors for placeholders, which the variables of the user's step keep."""
 
 from __future__ import annotations
 
@@ -13,29 +13,35 @@ from lightning_parallel import _torch
 
 
 class Substitutes:
-    """Tensors in the place of ghosts."""
+    """Map from placeholders to the tensors that replace them."""
 
     def __init__(self) -> None:
-        self._pairs: dict[int, tuple[Any, Tensor]] = {}  # with the ghost, so that no other takes its identity
+        # The placeholder is kept alive, so that no other object gets its `id`.
+        self._pairs: dict[int, tuple[Any, Tensor]] = {}
 
     def put(self, placeholder: Any, tensor: Tensor) -> None:
-        """From here on, `tensor` takes the place of `placeholder`."""
+        """Replace `placeholder` by `tensor` from here on.
+
+        Args:
+            placeholder: The placeholder.
+            tensor: Its replacement.
+        """
         self._pairs[id(placeholder)] = placeholder, tensor
 
     def replace(self, values: Any) -> Any:
-        """Nested containers with what takes the place of each of their ghosts."""
+        """Copy nested containers, with placeholders replaced."""
         return tree_map(lambda value: self._pairs[id(value)][1] if id(value) in self._pairs else value, values)
 
     def clear(self) -> None:
-        """Nothing takes the place of anything any more."""
+        """Forget all replacements."""
         self._pairs.clear()
 
 
 class SubstitutionMode(TorchFunctionMode):
-    """Inside this context, operations take what stands in where they are given a ghost.
+    """Mode in which operations get replacements where they are given placeholders.
 
     Args:
-        replace: From arguments to these.
+        replace: From nested arguments to the same with replacements.
     """
 
     def __init__(self, replace: Callable[[Any], Any]) -> None:

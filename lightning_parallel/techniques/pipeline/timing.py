@@ -1,4 +1,4 @@
-"""What layers take: measured in steps without backward, by which stages are balanced."""
+"""Times of layers, measured in steps without backward, by which stages are balanced."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.distributed import ProcessGroup
 from lightning_parallel.techniques.pipeline.stage_plan import StagePlan, StepCosts
 
 ROUNDS = 4
-"""How often a step is timed; the shortest time counts, so the first may be slow."""
+"""Number of times that a step is timed; the shortest time counts, so the first may be slow."""
 _WORTH = 0.95
-"""Stages are moved if the slowest one takes at most this part of what it took; less is noise."""
+"""Stages are moved if the slowest then takes at most this part of its time before; a smaller gain may be noise."""
 
 
 class StepClock:
-    """Times the layers of a step on this rank, and what is before the first and behind the last one.
+    """Clock for the layers of a step on this rank, and for prologue and epilogue.
 
     Args:
-        plan: Which layers are where.
-        device: Where they run.
+        plan: The layers of each stage, and its rank.
+        device: The device on which they run.
     """
 
     def __init__(self, plan: StagePlan, device: torch.device) -> None:
@@ -35,29 +35,30 @@ class StepClock:
 
     @contextmanager
     def of_stage(self, stage: int) -> Iterator[None]:
-        """Times what runs in here, but for layers, as what is around the stack."""
+        """Inside this context, time a stage without its layers, which is the prologue or epilogue."""
         self._inside, begin = 0.0, self._now()
         yield
         self._around[stage].append(self._now() - begin - self._inside)
 
     @contextmanager
     def of_layer(self, index: int) -> Iterator[None]:
-        """Times what runs in here as layer `index`."""
+        """Inside this context, time layer `index`."""
         begin = self._now()
         yield
         self._layers[index].append(self._now() - begin)
         self._inside += self._layers[index][-1]
 
     def _now(self) -> float:
+        # Kernels of an accelerator run asynchronously: wait for them, else only their launch is timed.
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return time.perf_counter()
 
     def costs(self, group: ProcessGroup) -> StepCosts:
-        """In microseconds, equal on all ranks. A collective.
+        """Return the costs in microseconds, equal on all ranks. A collective.
 
         Args:
-            group: All ranks, for host memory; each layer is on as many of them.
+            group: All ranks, for host memory; each layer is on the same number of them.
         """
         measured = [*self._layers, self._around[0], self._around[self._plan.last]]
         found = torch.tensor([min(times, default=0.0) for times in measured], dtype=torch.float64)
@@ -68,5 +69,11 @@ class StepClock:
 
 
 def is_worth_moving(costs: StepCosts, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Whether stages of `after` layers are faster than those of `before` by more than times vary."""
+    """Whether a new cut is faster by more than times vary.
+
+    Args:
+        costs: Of the layers, prologue and epilogue.
+        before: The number of layers of each stage now.
+        after: The number of layers of each stage in the new cut.
+    """
     return costs.largest(after) <= _WORTH * costs.largest(before)
