@@ -62,6 +62,27 @@ def checkpoints_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]
         setattr(checkpoint, name, generator)
 
 
+@contextlib.contextmanager
+def reentrant_checkpoints_avoided() -> Iterator[None]:
+    """In here, what a layer checkpoints is computed again in the way that `torch.autograd.grad` can go through.
+
+    `CheckpointFunction`, since 1.0: reentrant backward takes sums into `.grad` only, of all that it comes upon.
+    """
+    from torch.utils import checkpoint as module
+
+    checkpoint: Any = module
+    reentrant = checkpoint.CheckpointFunction
+
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+    checkpoint.CheckpointFunction = SimpleNamespace(apply=apply)
+    try:
+        yield
+    finally:
+        checkpoint.CheckpointFunction = reentrant
+
+
 def is_in_backward() -> bool:
     """Whether this runs inside a backward pass, as recomputed activations do.
 

@@ -1,190 +1,294 @@
-"""What a layer computes, to be compared with what it computes when it is split. Layer 1."""
+"""A layer that is split over ranks, compared with itself: what it computes, what it keeps, and gradients. Layer 1.
+
+A layer whose results are right may still have gradients that are not, such as those of a backward that goes by the
+length of the sequence or the number of features: it would train, and to something else.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from lightning_parallel import _torch
-from lightning_parallel.module.dry_run import side_effects_undone
-from lightning_parallel.module.kv_cache import is_cache
+from lightning_parallel.module.layer_run import Gradient, LayerRun, probing
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Of the largest element. Layers compute parts in fp32 even where all they are given is fp64."""
 _TOLERANCE_OF_HALF = 5e-2
-_HARDLY = 1e-2
-"""A parameter that is smaller all over, such as a branch's gate that begins at zero, hides what is behind it."""
-REMEDY = "leave the maps concerned out of tensor_plan, or give sequence=False or tensor=1"
+_SMALLEST = 1e-6
+"""What counts as a size where a result is zero."""
+_FAILURES = (RuntimeError, AssertionError, IndexError, KeyError, ValueError, TypeError, NotImplementedError)
+"""What a layer may raise on a part of something."""
+_MODES = ((True, True), (False, True), (True, False), (False, False))
+"""Whether to compute in fp64, and with gradients, for which a device may have no memory, and a layer no backward."""
 
 
-@contextlib.contextmanager
-def probing(layer: nn.Module, arguments: Any, *, doubles: bool) -> Iterator[Any]:
-    """While this is open, `layer` can be run for comparison: without dropout, unseen by whoever counts or recomputes.
+@dataclass(frozen=True)
+class Difference:
+    """Where a split layer first differs from the whole one.
 
-    In fp64, what two orders of summation differ by is so small that a real difference, however slight, shows. In place
-    of parameters that are zero or next to it, there are others meanwhile: else a whole branch would go unseen.
+    Args:
+        kind: In how many results there are, in whether there is a gradient, in a shape or in numbers.
+        part: Of what: of the hidden states that it returns, of what it returns beside them, of what it keeps in
+            attributes, or of gradients.
+        ours: The number, whether there is one, or the shape, of the split layer.
+        whole: The same of the whole one.
+        name: Whose gradient it is.
+        error: By how much, at most.
+        allowed: How much would be no difference.
+        beyond: Where it is more than that.
+    """
+
+    kind: Literal["number", "presence", "shape", "numbers"]
+    part: Literal["hidden states", "others", "kept", "gradient"]
+    ours: Any
+    whole: Any
+    name: str = ""
+    error: float = 0.0
+    allowed: float = 0.0
+    beyond: Tensor | None = None
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """Of the first element that differs."""
+        assert self.beyond is not None
+        return tuple(int(index) for index in self.beyond.nonzero()[0])
+
+    def position(self, dim: int) -> int:
+        """The first index along `dim` at which an element differs."""
+        assert self.beyond is not None
+        return int(self.beyond.nonzero()[:, dim].min())
+
+
+@dataclass(frozen=True)
+class Wording:
+    """What users are told by the technique that splits layers.
+
+    Args:
+        name: The layer.
+        difference: Says what differs, and what to change.
+        failure: Says by what error the split layer fails, in one or more sentences.
+        elsewhere: Says that another rank knows more.
+    """
+
+    name: str
+    difference: Callable[[Difference], str]
+    failure: Callable[[Exception], Sequence[str]]
+    elsewhere: str
+
+
+class LayerCheck:
+    """Compares a layer with itself, on all ranks alike: none goes on to a collective that others do not reach.
 
     Args:
         layer: The layer; its parameters may be DTensors.
-        arguments: What it is given.
-        doubles: Whether to compute in fp64, where the layer can.
+        arguments: Its arguments and those by name, whole, and equal on all ranks.
+        wording: What users are told.
+        has_any: Whether any of the ranks has a flag; a collective.
+        reduce: From gradients of parameters on this rank to those that training updates with; a collective.
 
-    Yields:
-        The arguments to run it on.
+    Example:
+        >>> check = LayerCheck(layer, (args, kwargs), wording=wording, has_any=has_any)
+        >>> error = check.run_whole(run)
+        >>> violations = check.run_split(run_on_parts)
     """
-    modes = {child: child.training for child in layer.modules()}
-    tables: list[dict[str, Any]] = [child._buffers for child in layer.modules()]
-    tables += [child._parameters for child in layer.modules()]  # type: ignore[misc]
-    tensors = [dict(table) for table in tables]
-    device = next((leaf.device.type for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), "cpu")
-    copies: dict[int, Any] = {}  # what is tied stays tied
-    try:
-        layer.eval()
-        for table in tables:
-            for name, tensor in table.items():
-                table[name] = copies.setdefault(id(tensor), _copy(tensor, doubles=doubles))
-        autocast = torch.autocast(
-            device,
-            dtype=torch.get_autocast_dtype(device),
-            enabled=torch.is_autocast_enabled(device) and not doubles,
-            cache_enabled=False,
-        )
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        arguments: Any,
+        *,
+        wording: Wording,
+        has_any: Callable[[bool], bool],
+        reduce: Callable[[list[Tensor]], list[Tensor]] = list,
+    ) -> None:
+        self._layer, self._arguments = layer, arguments
+        self.wording = wording
+        self._has_any, self._reduce = has_any, reduce
+        self._device = next((leaf.device.type for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), "cpu")
+        self._doubles = self._has_gradients = True
+        self._is_training = torch.is_grad_enabled()
+        self.whole: LayerRun | None = None
+        """What the whole layer computes, once it has run on all ranks."""
+        self.has_equal_results = False
+        """Whether the latest `run_split` has found nothing wrong but with gradients, on all ranks."""
+
+    def run_whole(
+        self, run: Callable[..., Any], *, inside: Callable[[], contextlib.AbstractContextManager[Any]]
+    ) -> Exception | None:
+        """Run the whole layer. Not everything computes in fp64, or has the memory for a backward: it is tried.
+
+        Args:
+            run: Runs it on arguments and arguments by name.
+            inside: Opens what makes it whole.
+
+        Returns:
+            Why this rank has failed in every way, if it has.
+        """
+        reason = None
+        for self._doubles, self._has_gradients in _MODES:
+            if reason is not None:
+                reason.__traceback__ = None  # its frames hold the copies
+            try:
+                with self._open(), inside():
+                    whole = LayerRun(self._layer, run, self._arguments, doubles=self._doubles)
+                    if self._has_gradients:
+                        whole.backward()
+                error = None
+            except Exception as caught:
+                error = caught
+            if not self._has_any(error is not None):
+                self.whole = whole
+                self._warn(reason)
+                return None
+            reason = error or reason
+        return reason
+
+    def run_split(self, run: Callable[..., Any], *, times: int = 1) -> list[str]:
+        """Why the split layer cannot take the place of the whole one; empty on all ranks if it can.
+
+        Args:
+            run: Runs it on whole arguments and arguments by name, and joins what it returns.
+            times: How often, with what it has kept of the first run.
+        """
+        assert self.whole is not None
+        self.has_equal_results = False
+        with self._open():
+            for _ in range(times):
+                ours, found = self._attempt(lambda: LayerRun(self._layer, run, self._arguments, doubles=self._doubles))
+                if ours is not None and (difference := _results_difference(ours, self.whole)):
+                    found = [self.wording.difference(difference)]
+                if found := self._agreed(found):
+                    return found
+            self.has_equal_results = True
+            if not self._has_gradients:
+                return []
+            assert ours is not None
+            _, found = self._attempt(ours.backward)
+            if found := self._agreed(found):
+                return found
+            gradients = self._reduced(ours.gradients)
+            difference = _gradients_difference(gradients, self.whole, autocast=self._autocast)
+            return self._agreed([self.wording.difference(difference)] if difference else [])
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
         with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(self._has_gradients),
             _torch.modes.without_dispatch_modes(),
-            saved_tensors_hooks(_same, _same),
-            autocast,
-            side_effects_undone(layer),
+            probing(self._layer, doubles=self._doubles, device=self._device),
         ):
-            yield tree_map_only(Tensor, _double, arguments) if doubles else arguments
-    finally:
-        for table, before in zip(tables, tensors, strict=True):
-            table.update(before)
-        for child, mode in modes.items():
-            child.training = mode
+            yield
 
+    def _attempt(self, action: Callable[[], Any]) -> tuple[Any, list[str]]:
+        try:
+            return action(), []
+        except _FAILURES as failure:
+            return None, list(self.wording.failure(failure))
 
-def _copy(tensor: Any, *, doubles: bool) -> Any:
-    """A parameter in fp64 that wants a gradient, frozen or not; a buffer that may be written into."""
-    if tensor is None:
-        return None
-    copy = _double(tensor) if doubles else tensor.detach()
-    if isinstance(tensor, nn.Parameter):
-        seen = _noticeable(copy)
-        return tensor if seen is copy and not doubles else nn.Parameter(seen, seen.is_floating_point())
-    return copy if copy is not tensor and copy.dtype != tensor.dtype else copy.clone()
+    def _agreed(self, found: list[str]) -> list[str]:
+        """Violations on all ranks, or on none."""
+        return (found or [self.wording.elsewhere]) if self._has_any(bool(found)) else []
 
-
-def _noticeable(tensor: Tensor) -> Tensor:
-    """`tensor`, or a wave in the place of one that is next to zero; the same on each rank that has the same part."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if (
-        not (local.is_floating_point() and local.numel())
-        or local.is_meta
-        or float(local.detach().abs().max()) >= _HARDLY
-    ):
-        return tensor
-    begin = 0  # parts of a whole are different ones
-    if isinstance(tensor, DTensor):
-        coordinates = tensor.device_mesh.get_coordinate() or ()
-        begin = sum(at for at, placement in zip(coordinates, tensor.placements, strict=True) if placement.is_shard())
-    positions = torch.arange(local.numel(), device=local.device) + begin * local.numel()
-    wave = positions.cos().view(local.shape).to(local.dtype) / 4
-    if not isinstance(tensor, DTensor):
-        return wave
-    return DTensor.from_local(
-        wave, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
-def _double(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.detach().double().requires_grad_(tensor.requires_grad)
-
-
-def _same(saved: Any) -> Any:
-    return saved
-
-
-class LayerProbe:
-    """What a layer computes from given arguments: its result, and the gradients of hidden states and parameters.
-
-    Args:
-        layer: The layer, for its parameters.
-        run: Runs it on arguments and arguments by name.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-    """
-
-    def __init__(self, layer: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        inputs: list[Tensor] = []
-
-        def fresh(tensor: Tensor) -> Tensor:
-            copy = tensor.detach()
-            if (tensor.is_floating_point() and tensor.requires_grad) or (tensor.is_floating_point() and not inputs):
-                copy.requires_grad_()
-                inputs.append(copy)
-            return copy
-
-        args, kwargs = tree_map_only(Tensor, fresh, tree_map(_without_cache, (args, kwargs)))
-        before = {id(value) for child in layer.modules() for value in vars(child).values()}
-        output = run(args, kwargs)
-        # What a layer keeps for the loss is a result, too.
-        kept = [value for child in layer.modules() for value in vars(child).values() if id(value) not in before]
-        results = [leaf for leaf in tree_leaves((output, kept)) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        self.results = [result.detach() for result in results]
-        parameters = {n: p for n, p in layer.named_parameters() if p.requires_grad}
-        waves = [torch.linspace(-1, 1, r.numel(), device=r.device).cos().view(r.shape).to(r.dtype) for r in results]
-        gradients = torch.autograd.grad(results, [*inputs, *parameters.values()], waves, allow_unused=True)
-        names = [*("hidden states" for _ in inputs), *parameters]
-        self.gradients = [
-            (name, None if g is None else _whole(g).detach()) for name, g in zip(names, gradients, strict=True)
+    def _reduced(self, gradients: list[Gradient]) -> list[Gradient]:
+        """The same as training reduces them; where one rank has a gradient, there is one."""
+        own = [gradient for gradient in gradients if gradient.is_of_parameter]
+        if not own:
+            return gradients
+        counts = torch.tensor([float(each.is_there) for each in own], device=own[0].value.device)
+        counts, *values = self._reduce([counts, *(each.value for each in own)])
+        reduced = [
+            replace(each, value=value, is_there=bool(count))
+            for each, value, count in zip(own, values, counts.tolist(), strict=True)
         ]
+        return [*(each for each in gradients if not each.is_of_parameter), *reduced]
 
-    def difference(self, whole: LayerProbe) -> str:
-        """In words, where this differs from `whole`; empty if it does not."""
-        if len(self.results) != len(whole.results):
-            return f"has {len(self.results)} results in place of {len(whole.results)} when it is split; {REMEDY}"
-        for ours, theirs in zip(self.results, whole.results, strict=True):
-            if message := _difference("its result", ours, theirs):
-                return message
-        largest = max((float(g.abs().max()) for _, g in whole.gradients if g is not None), default=0.0)
-        for (name, ours), (_, theirs) in zip(self.gradients, whole.gradients, strict=True):
-            if (ours is None) != (theirs is None):
-                return f"has {'no' if ours is None else 'a'} gradient of {name} when it is split; {REMEDY}"
-            if ours is not None and theirs is not None:
-                message = _difference(f"the gradient of {name}", ours, theirs, scale=largest / 10)
-                if message:
-                    return message
-        return ""
+    @property
+    def _autocast(self) -> torch.dtype | None:
+        is_used = torch.is_autocast_enabled(self._device) and not self._doubles
+        return torch.get_autocast_dtype(self._device) if is_used else None
+
+    def _warn(self, reason: Exception | None) -> None:
+        if self._is_training and not self._has_gradients:
+            warnings.warn(
+                f"{self.wording.name} is compared with itself by its results alone, for it has no gradients that "
+                f"could be compared ({reason or 'on another rank'})",
+                stacklevel=2,
+            )
 
 
-def _without_cache(value: Any) -> Any:
-    """A probe would fill a cache of keys and values a second time."""
-    return None if is_cache(value) else value
+def _results_difference(ours: LayerRun, whole: LayerRun) -> Difference | None:
+    if len(ours.results) != len(whole.results):
+        return Difference("number", "others", len(ours.results), len(whole.results))
+    for index, (one, other) in enumerate(zip(ours.results, whole.results, strict=True)):
+        if difference := _difference("others" if index else "hidden states", one, other):
+            return difference
+    if len(ours.kept) != len(whole.kept):
+        return Difference("number", "kept", len(ours.kept), len(whole.kept))
+    found = (_difference("kept", one, other) for one, other in zip(ours.kept, whole.kept, strict=True))
+    return next((difference for difference in found if difference), None)
 
 
-def _whole(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+def _gradients_difference(
+    gradients: Sequence[Gradient], whole: LayerRun, *, autocast: torch.dtype | None
+) -> Difference | None:
+    """Where gradients differ from those of the `whole` layer.
+
+    What is zero in exact arithmetic is compared with the largest of all gradients. And where a batch has results that
+    are not finite, only numbers are compared that both have: which elements these spread to is up to kernels.
+    """
+    largest = max((_largest(each.value) for each in whole.gradients), default=0.0)
+    is_finite = all(bool(result.isfinite().all()) for result in whole.results)
+    for ours, theirs in zip(gradients, whole.gradients, strict=True):
+        if ours.is_there != theirs.is_there:
+            return Difference("presence", "gradient", ours.is_there, theirs.is_there, name=ours.name)
+        difference = _difference(
+            "gradient",
+            ours.value if is_finite else torch.where(ours.value.isfinite(), ours.value, theirs.value),
+            theirs.value,
+            scale=max(largest / 10, _SMALLEST),
+            autocast=autocast,
+        )
+        if difference:
+            return replace(difference, name=ours.name)
+    return None
 
 
-def _difference(what: str, ours: Tensor, whole: Tensor, *, scale: float = 1e-6) -> str:
-    """In words, where `ours` differs; `scale` is what counts as a size where `whole` is zero in exact arithmetic."""
+def _difference(
+    part: Literal["hidden states", "others", "kept", "gradient"],
+    ours: Tensor,
+    whole: Tensor,
+    *,
+    scale: float = _SMALLEST,
+    autocast: torch.dtype | None = None,
+) -> Difference | None:
+    """Where `ours` differs from `whole`, of which `scale` is the least that counts as its size.
+
+    Where the whole layer has no numbers, they are not compared: a batch may be one that training goes on after.
+    """
     if ours.shape != whole.shape:
-        return f"computes {what} as {tuple(ours.shape)} in place of {tuple(whole.shape)} when it is split; {REMEDY}"
-    allowed = _TOLERANCE.get(whole.dtype, _TOLERANCE_OF_HALF) * max(float(whole.abs().max()), scale)
-    errors = (ours - whole).abs().float()
-    if float(errors.max()) <= allowed:
-        return ""
-    begin = tuple(int(index) for index in (errors > allowed).nonzero()[0])
-    return (
-        f"computes something else when its linear maps are split: {what} differs by {float(errors.max()):.2g} where "
-        f"{allowed:.2g} is allowed, from index {begin} on; {REMEDY}"
+        return Difference("shape", part, tuple(ours.shape), tuple(whole.shape))
+    if not whole.numel():
+        return None
+    tolerance = max(_TOLERANCE.get(dtype, _TOLERANCE_OF_HALF) for dtype in (whole.dtype, autocast) if dtype is not None)
+    allowed = tolerance * max(_largest(whole), scale)
+    errors = (ours - whole).abs().float().nan_to_num(torch.inf, torch.inf)
+    errors = torch.where(whole.isfinite(), errors, 0.0)
+    error = float(errors.max())
+    if error <= allowed:
+        return None
+    return Difference(
+        "numbers", part, tuple(ours.shape), tuple(whole.shape), error=error, allowed=allowed, beyond=errors > allowed
     )
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().nan_to_num(0.0, 0.0, 0.0).max()) if values.numel() else 0.0

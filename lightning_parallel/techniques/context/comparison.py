@@ -1,18 +1,17 @@
-"""What is said where a layer on parts of sequences differs from itself on whole ones. Layer 2."""
+"""What users are told where a layer on parts of sequences differs from itself on whole ones. Layer 2."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from lightning_parallel import _torch
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.module.layer_check import Difference, Wording
+from lightning_parallel.module.layer_run import HIDDEN_STATES
+from lightning_parallel.techniques.context.sequences import Sequences
 
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
-_TOLERANCE_OF_HALF = 5e-2
-ELSEWHERE = "context parallel changes what another rank computes, which says more; give context=1"
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -22,58 +21,76 @@ def sequence_dims(layer: nn.Module) -> list[int]:
     return [1, 0] if is_batch_first else [0, 1]
 
 
-def first_of(output: Any) -> Tensor:
-    """What goes on to the next layer."""
-    first: Tensor = output[0] if isinstance(output, tuple) else output
-    return first
+def wording_for(path: str, layer: nn.Module, sequences: Sequences, *, has_attention: Callable[[], bool]) -> Wording:
+    """What users are told of one layer.
 
+    Args:
+        path: Where it is.
+        layer: The layer.
+        sequences: Of which it holds parts.
+        has_attention: Whether it has called attention when it was run last.
+    """
+    name = _name(path, layer)
 
-def difference(path: str, layer: nn.Module, ours: Tensor, whole: Tensor, dim: int) -> str:
-    """In words, where the split layer differs from the whole one; empty if it does not."""
-    start = f"context parallel changes what {path} ({_torch.fsdp.class_name(layer)}) computes"
-    if ours.shape != whole.shape:
-        return f"{start}: {tuple(ours.shape)} in place of {tuple(whole.shape)}; give context=1"
-    allowed = _allowed(whole)
-    errors = _errors(ours, whole)
-    if float(errors.max()) <= allowed:
-        return ""
-    positions = errors.amax([d for d in range(errors.ndim) if d != dim])
-    begin = int((positions > allowed).nonzero()[0])
-    return (
-        f"{start}: by {float(errors.max()):.2g} where {allowed:.2g} is allowed, from position {begin} of "
-        f"{len(positions)} on. A layer that makes positions by itself, or mixes positions outside of "
-        "scaled_dot_product_attention, cannot work on a part of the sequence; give it positions as an argument, or "
-        "give context=1"
+    def failure(error: Exception) -> list[str]:
+        if isinstance(error, ConfigurationError):
+            return list(error.violations)
+        return [_failed(path, layer, error, has_attention=has_attention())]
+
+    return Wording(
+        name,
+        difference=lambda difference: _described(name, difference, sequences.dim),
+        failure=failure,
+        elsewhere=f"{name}: the check of context parallel failed on another rank; see its message, or give context=1",
     )
 
 
-def further_violations(path: str, layer: nn.Module, ours: Any, whole: Any) -> list[str]:
-    """Why what the layer returns beside hidden states cannot be what a part computes; empty if it can."""
-    pairs = zip(_further(ours), _further(whole), strict=True)
-    shapes = [w.shape for o, w in pairs if o.shape != w.shape or float(_errors(o, w).max()) > _allowed(w)]
-    if not shapes:
-        return []
-    return [
-        f"{path} ({_torch.fsdp.class_name(layer)}) returns a tensor {tuple(shapes[0])} beside hidden states, which a "
-        "rank computes from its part of the sequence, and which nobody joins; leave it out, such as the loss that "
-        "balances experts, or give context=1"
-    ]
+def _described(name: str, difference: Difference, dim: int) -> str:
+    """In words, where the split layer differs from the whole one."""
+    if difference.part == "gradient":
+        return _described_gradient(name, difference, dim)
+    start = f"context parallel changes what {name} computes"
+    if difference.kind == "number":
+        return f"{start}: {difference.ours} tensors in place of {difference.whole}; give context=1"
+    if difference.part != "hidden states":
+        what = "returns" if difference.part == "others" else "keeps"
+        return (
+            f"{name} {what} a tensor {difference.whole} beside hidden states, which a rank computes from its part of "
+            "the sequence, and which nobody joins; leave it out, such as the loss that balances experts, or give "
+            "context=1"
+        )
+    if difference.kind == "shape":
+        return f"{start}: {difference.ours} in place of {difference.whole}; give context=1"
+    return (
+        f"{start}: {_size(difference)}, {_place(difference, dim)}. A layer that makes positions by itself, or mixes "
+        "positions outside of scaled_dot_product_attention, cannot work on a part of the sequence; give it positions "
+        "as an argument, or give context=1"
+    )
 
 
-def _further(output: Any) -> list[Tensor]:
-    leaves = tree_leaves(output[1:]) if isinstance(output, tuple) else []
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel()]
+def _described_gradient(name: str, difference: Difference, dim: int) -> str:
+    start = f"context parallel changes the gradient of {difference.name} that {name} computes, but not its result"
+    match difference.kind:
+        case "presence":
+            found = f"there is {'one' if difference.ours else 'none'} on a part of the sequence"
+        case "numbers":
+            found = _size(difference)
+            if difference.name == HIDDEN_STATES:
+                found += f", {_place(difference, dim)}"
+        case _:
+            found = f"{difference.ours} in place of {difference.whole}"
+    return (
+        f"{start}: {found}. A backward that goes by positions, or by the length of the sequence, cannot work on a part "
+        "of it; change it, or give context=1"
+    )
 
 
-def _allowed(whole: Tensor) -> float:
-    largest = whole.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp(min=1e-6)
-    return _TOLERANCE.get(whole.dtype, _TOLERANCE_OF_HALF) * float(largest)
+def _size(difference: Difference) -> str:
+    return f"by {difference.error:.2g} where {difference.allowed:.2g} is allowed"
 
 
-def _errors(ours: Tensor, whole: Tensor) -> Tensor:
-    """How far they differ where there are numbers: a batch may be one that training goes on after."""
-    errors = (ours - whole).abs().float().nan_to_num(torch.inf, torch.inf)
-    return torch.where(whole.isfinite(), errors, 0.0)
+def _place(difference: Difference, dim: int) -> str:
+    return f"from position {difference.position(dim)} of {difference.whole[dim]} on"
 
 
 def batch_statistics_violations(path: str, layer: nn.Module) -> list[str]:
@@ -86,12 +103,12 @@ def batch_statistics_violations(path: str, layer: nn.Module) -> list[str]:
     ]
 
 
-def failed(path: str, layer: nn.Module, error: Exception, *, has_attention: bool) -> str:
+def _failed(path: str, layer: nn.Module, error: Exception, *, has_attention: bool) -> str:
     """In words, that the layer fails on a part."""
     if not has_attention:
         return f"{bypassed(path, layer)}. On a part of a sequence it fails with: {error}"
     return (
-        f"{path} ({_torch.fsdp.class_name(layer)}) fails on a part of the sequence: {error}. Shapes, masks or "
+        f"{_name(path, layer)} fails on a part of the sequence: {error}. Shapes, masks or "
         "positions that it makes by itself are those of whole sequences; give context=1"
     )
 
@@ -99,7 +116,7 @@ def failed(path: str, layer: nn.Module, error: Exception, *, has_attention: bool
 def counted_otherwise(path: str, layer: nn.Module) -> str:
     """In words, that the layer does not count positions as it did when it was compared."""
     return (
-        f"{path} ({_torch.fsdp.class_name(layer)}) counts positions by torch.arange in some steps, and in others goes "
+        f"{_name(path, layer)} counts positions by torch.arange in some steps, and in others goes "
         "by what it has kept; a part has other positions in each length. Give it positions as an argument, or context=1"
     )
 
@@ -107,7 +124,11 @@ def counted_otherwise(path: str, layer: nn.Module) -> str:
 def bypassed(path: str, layer: nn.Module) -> str:
     """In words, that the layer has no attention that ranks could share."""
     return (
-        f"{path} ({_torch.fsdp.class_name(layer)}) does not call torch's scaled_dot_product_attention, which is what "
+        f"{_name(path, layer)} does not call torch's scaled_dot_product_attention, which is what "
         "ranks share under context parallel; for Hugging Face models give attn_implementation='sdpa', for "
         "nn.MultiheadAttention need_weights=False, or give context=1"
     )
+
+
+def _name(path: str, layer: nn.Module) -> str:
+    return f"{path} ({_torch.fsdp.class_name(layer)})"

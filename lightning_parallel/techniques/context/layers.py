@@ -14,24 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.module.hidden_states import Lengths, sequence_part_stream, take_hidden
 from lightning_parallel.module.kv_cache import is_cache, without_fresh_cache
-from lightning_parallel.module.layer_check import probing
+from lightning_parallel.module.layer_check import LayerCheck
 from lightning_parallel.techniques.context.attention import SplitAttention
 from lightning_parallel.techniques.context.comparison import (
-    ELSEWHERE,
     batch_statistics_violations,
     bypassed,
     counted_otherwise,
-    difference,
-    failed,
-    first_of,
-    further_violations,
     sequence_dims,
+    wording_for,
 )
 from lightning_parallel.techniques.context.cut_rules import (
     USUAL,
@@ -226,7 +222,10 @@ class _Part:
 
     def _key(self, layer: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, ...]:
         length = hidden.shape[self.stack.sequences.dim] if self.is_first else self._whole_length(hidden)
-        return self.path, relations((args, kwargs, list(layer.buffers())), length)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # An evaluation before training shows no gradients of what was computed outside of the stack.
+        have_gradients = tuple(leaf.requires_grad for leaf in tensors)
+        return self.path, relations((tensors, list(layer.buffers())), length), have_gradients
 
     def _compare_once(
         self, layer: nn.Module, forward: Callable[..., Any], hidden: Tensor, args: tuple[Any, ...], kwargs: Any
@@ -246,84 +245,66 @@ class _Part:
                 args, kwargs = tree_map(whole_of, (args, kwargs))
                 hidden = self.stack.sequences.join(hidden.detach(), lengths.dim)
         try:
-            for doubles in (True, False):
-                probed = functools.partial(probing, layer, ((hidden, *args), kwargs), doubles=doubles)
-                whole, failure = self._on_whole(forward, probed)
-                if self.stack.sequences.has_any(failure is not None, hidden.device):
-                    if doubles:  # not everything computes in fp64
-                        failure = failure and failure.with_traceback(None)  # whose frames hold the copies
-                        continue
-                    raise failure or ConfigurationError([f"{self.path}: {ELSEWHERE}"])
-                return self._verified(
-                    functools.partial(self._differences, layer, forward, probed, whole), dims, hidden.device
-                )
+            return self._verified(layer, forward, ((hidden, *args), kwargs), dims)
         finally:
             lengths.whole = before
-        raise AssertionError("the layer has run neither rule, and no error says so")
-
-    def _on_whole(self, forward: Callable[..., Any], probed: Callable[[], Any]) -> tuple[Any, Exception | None]:
-        try:
-            with torch.no_grad(), _torch.attention.slow_attention(), probed() as (args, kwargs):
-                return forward(*args, **kwargs), None
-        except Exception as failure:
-            return None, failure
-
-    def _verified(
-        self, differences: Callable[[CutRule], tuple[list[str], int]], dims: list[int], device: torch.device
-    ) -> Verified:
-        """The first rule in which nothing differs."""
-        violations: dict[CutRule, list[str]] = {}
-        for rule, dim in itertools.product(candidate_rules(self.stack.rule), dims):
-            self.stack.sequences.lengths.dim = dim
-            found, counted = differences(rule)
-            if not self.stack.sequences.has_any(bool(found), device):  # all ranks take the same rule
-                return Verified(rule, counted)
-            violations.setdefault(rule, found)
-        raise ConfigurationError(violations[USUAL] or [f"{self.path}: {ELSEWHERE}"])
 
     def _whole_of(self, value: Any, *, like: Tensor, length: int) -> Any:
         """What is a part as hidden states `like` are, whole: those that an earlier layer returned."""
         dim = self.stack.sequences.dim
-        is_like = isinstance(value, Tensor) and value.shape == like.shape and value.dtype == like.dtype
-        return self.stack.sequences.join(value.detach(), dim) if is_like and like.shape[dim] != length else value
+        if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
+            return value
+        if like.shape[dim] == length:
+            return value
+        return self.stack.sequences.join(value.detach(), dim).requires_grad_(value.requires_grad)
 
-    def _differences(
-        self, layer: nn.Module, forward: Callable[..., Any], probed: Callable[[], Any], whole: Any, rule: CutRule
-    ) -> tuple[list[str], int]:
-        """Why the layer cannot work on parts by this `rule`; and how often it counted positions.
+    def _verified(self, layer: nn.Module, forward: Callable[..., Any], arguments: Any, dims: Sequence[int]) -> Verified:
+        """The first rule in which nothing differs."""
+        sequences = self.stack.sequences
+        runs: list[SplitAttention] = []  # on parts, by the rule that is tried
+        check = LayerCheck(
+            layer,
+            arguments,
+            wording=wording_for(self.path, layer, sequences, has_attention=lambda: bool(runs and runs[-1].calls)),
+            has_any=functools.partial(sequences.has_any, device=arguments[0][0].device),
+            reduce=sequences.averaged,
+        )
+        error = check.run_whole(lambda args, kwargs: forward(*args, **kwargs), inside=_torch.attention.slow_attention)
+        if check.whole is None:
+            raise error or ConfigurationError([check.wording.elsewhere])
+        violations: dict[CutRule, list[str]] = {}
+        of_gradients: list[str] = []
+        for rule, dim in itertools.product(candidate_rules(self.stack.rule), dims):
+            sequences.lengths.dim = dim
+            runs.clear()
+            # Where the layer counts positions: those that it has kept may be another part's in the next step.
+            run = functools.partial(self._run_split, layer, forward, rule, runs)
+            found = check.run_split(run, times=2 if rule.counts else 1)
+            if not found:
+                return Verified(rule, runs[-1].counted)
+            violations.setdefault(rule, found)
+            of_gradients = of_gradients or (found if check.has_equal_results else [])
+        raise ConfigurationError(of_gradients or violations[USUAL])
 
-        It begins as it is: what it has kept of another run would not be there in a step. And it is run once more where
-        it counts positions: those that it has kept may be another part's in the next step.
-        """
-        with torch.no_grad(), _torch.attention.slow_attention(), probed() as (args, kwargs):
-            found, counted = self._difference(layer, forward, args, kwargs, whole, rule)
-            if not found and rule.counts:
-                found, again = self._difference(layer, forward, args, kwargs, whole, rule)
-                found = found or ([] if again == counted else [counted_otherwise(self.path, layer)])
-        return found, counted
-
-    def _difference(
+    def _run_split(
         self,
         layer: nn.Module,
         forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Any,
-        whole: Any,
         rule: CutRule,
-    ) -> tuple[list[str], int]:
-        sequences = self.stack.sequences
-        part = sequences.cut(args[0], sequences.dim)
+        runs: list[SplitAttention],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The layer's result by `rule`, from whole hidden states to whole ones."""
+        part = self.stack.sequences.cut(args[0], self.stack.sequences.dim)
         attention = self._attention(layer, part, rule)
-        try:
-            ours = self._joined(self._on_part(layer, forward, part, args[1:], kwargs, attention))
-        except ConfigurationError as error:
-            return list(error.violations), 0
-        except (RuntimeError, AssertionError, IndexError, KeyError, ValueError, TypeError) as error:
-            return [failed(self.path, layer, error, has_attention=bool(attention.calls))], 0
+        runs.append(attention)
+        output = self._joined(self._on_part(layer, forward, part, args[1:], kwargs, attention))
         if not attention.calls:
-            return [bypassed(self.path, layer)], 0
-        found = difference(self.path, layer, first_of(ours), first_of(whole), sequences.dim)
-        return [found] if found else further_violations(self.path, layer, ours, whole), attention.counted
+            raise ConfigurationError([bypassed(self.path, layer)])
+        if attention.counted != runs[0].counted:
+            raise ConfigurationError([counted_otherwise(self.path, layer)])
+        return output
 
 
 def _map_named(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:

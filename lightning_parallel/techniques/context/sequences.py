@@ -53,6 +53,14 @@ class Sequences:
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         return bool(found)
 
+    def averaged(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Gradients of parameters as training reduces those of parts: the mean over the ranks. An all-reduce."""
+        wide = torch.float64 if any(each.dtype == torch.float64 for each in gradients) else torch.float32
+        together = torch.cat([each.to(wide).flatten() for each in gradients])
+        dist.all_reduce(together, group=self.group)
+        parts = (together / self.num_ranks).split([each.numel() for each in gradients])
+        return [part.view(each.shape).to(each.dtype) for part, each in zip(parts, gradients, strict=True)]
+
     def cut(self, whole: Tensor, dim: int) -> Tensor:
         """Take this rank's part, padded with zeros. Backward gathers the gradients of all parts.
 

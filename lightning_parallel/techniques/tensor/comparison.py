@@ -1,4 +1,4 @@
-"""A split layer against its unsplit self, results and gradients, when it runs for the first time. Layer 2."""
+"""A split layer against its unsplit self when it runs for the first time. Layer 2."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_parallel import _torch
-from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.module.layer_check import REMEDY, LayerProbe, probing
+from lightning_parallel.errors import ConfigurationError, check
+from lightning_parallel.module.layer_check import Difference, LayerCheck, Wording
 from lightning_parallel.techniques.tensor.split_layer import SplitLayer
+
+_REMEDY = "leave the maps concerned out of tensor_plan, or give sequence=False or tensor=1"
 
 
 @_torch.modes.not_compiled
@@ -27,75 +29,53 @@ def check_layer(layer: nn.Module, split: SplitLayer, function: Callable[..., Any
     Raises:
         ConfigurationError: If they differ either way, with where the difference begins.
     """
-    arguments = split.region.whole_arguments(args, kwargs)
-    region, failure = split.region, ""
-    run = functools.partial(split.run, layer, function)
+    region = split.region
+    wording = _wording(f"{split.path} ({_torch.fsdp.class_name(layer)})")
+    comparison = LayerCheck(
+        layer,
+        region.whole_arguments(args, kwargs),
+        wording=wording,
+        has_any=functools.partial(_has_any, split.flow.peers),
+    )
+
+    def run(args: Any, kwargs: Any) -> Any:
+        return split.run(layer, function, args, kwargs)
+
     try:
-        for doubles in (True, False):
-            with torch.enable_grad(), probing(layer, arguments, doubles=doubles) as (args, kwargs):
-                probe = functools.partial(LayerProbe, layer, run, args, kwargs)
-                whole, error = _probe_whole(layer, split, probe)
-                if whole is None and doubles:  # not everything computes in fp64
-                    if error is not None:
-                        error.__traceback__ = None  # its frames hold the copies
-                    continue
-                if error is not None and split.region.is_at_entry:
-                    raise error  # the code's own
-                if whole is None:
-                    failure = f"cannot be compared with its unsplit self ({error or 'on another rank'}); {REMEDY}"
-                    break
-                split.region = region.alone()
-                failure = _choose_flow(layer, split, probe, whole)
-                break
+        error = comparison.run_whole(run, inside=functools.partial(_whole, layer, split))
+        if comparison.whole is None:
+            if error is not None and region.is_at_entry:
+                raise error  # the code's own
+            raise ConfigurationError(
+                [f"{wording.name} cannot be compared with its unsplit self ({error or 'on another rank'}); {_REMEDY}"]
+            )
+        split.region = region.alone()
+        check(_choose_flow(layer, split, comparison, run))
     finally:
         split.region = region
-    if failure:
-        raise ConfigurationError([f"{split.path} ({_torch.fsdp.class_name(layer)}) {failure}"])
     split.flow.is_checked = True
 
 
-def _probe_whole(
-    layer: nn.Module, split: SplitLayer, probe: Callable[[], LayerProbe]
-) -> tuple[LayerProbe | None, Exception | None]:
-    """The unsplit layer's results if all ranks have them, and this rank's error. A collective."""
-    whole, error = None, None
-    try:
-        with _whole(layer, split):
-            whole = probe()
-    except Exception as caught:
-        error = caught
-    return (None, error) if _any_failed(error is not None, split.flow.peers) else (whole, None)
+def _has_any(peers: ProcessGroup, flag: bool) -> bool:
+    """Whether any of the ranks has `flag`; they go on together, or not at all. An all-reduce."""
+    found = torch.tensor(int(flag))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=peers)
+    return bool(found)
 
 
-def _any_failed(has_failed: bool, peers: ProcessGroup) -> bool:
-    """Whether any of the ranks has; they go on together, or not at all."""
-    flag = torch.tensor(int(has_failed))
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=peers)
-    return bool(flag)
-
-
-def _choose_flow(layer: nn.Module, split: SplitLayer, probe: Callable[[], LayerProbe], whole: LayerProbe) -> str:
-    """Find what runs between the maps so that nothing changes. Returns why nothing does, or an empty text."""
-    failure = ""
+def _choose_flow(layer: nn.Module, split: SplitLayer, comparison: LayerCheck, run: Callable[..., Any]) -> list[str]:
+    """Find what runs between the maps so that nothing changes. Returns why nothing does, or an empty list."""
+    violations: list[str] = []
+    of_gradients: list[str] = []
     for dim, is_local in itertools.product(_sequence_dims(layer, split), (True, False)):
         split.flow.is_local = is_local
         if split.lengths is not None:
             split.lengths.dim = dim
-        failure = _compare(split, probe, whole)
-        if not failure:
-            break
-    return failure
-
-
-def _compare(split: SplitLayer, probe: Callable[[], LayerProbe], whole: LayerProbe) -> str:
-    try:
-        failure = probe().difference(whole)
-    except (RuntimeError, AssertionError, IndexError, KeyError, ValueError, TypeError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        failure = f"fails when its linear maps are split over ranks: {reason[0]}; {REMEDY}"
-    if _any_failed(bool(failure), split.flow.peers) and not failure:
-        return f"differs on another rank when it is split; {REMEDY}"
-    return failure
+        violations = comparison.run_split(run)
+        if not violations:
+            return []
+        of_gradients = of_gradients or (violations if comparison.has_equal_results else [])
+    return of_gradients or violations
 
 
 def _sequence_dims(layer: nn.Module, split: SplitLayer) -> Sequence[int]:
@@ -112,15 +92,52 @@ def _sequence_dims(layer: nn.Module, split: SplitLayer) -> Sequence[int]:
 def _whole(layer: nn.Module, split: SplitLayer) -> Iterator[None]:
     """While this is open, `layer` is its unsplit self on every rank. A collective."""
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
+    whole: dict[nn.Parameter, nn.Parameter] = {}  # what is tied stays tied
     try:
         for child in layer.modules():
             for name, parameter in list(child._parameters.items()):
                 if isinstance(parameter, DTensor):
-                    whole = parameter.detach().redistribute(split.flow.mesh, [Replicate()]).to_local()
-                    child._parameters[name] = nn.Parameter(whole, parameter.requires_grad)
+                    if parameter not in whole:
+                        values = parameter.detach().redistribute(split.flow.mesh, [Replicate()]).to_local()
+                        whole[parameter] = nn.Parameter(values, parameter.requires_grad)
+                    child._parameters[name] = whole[parameter]
                     before.append((child, name, parameter))
         with split.unsplit():
             yield
     finally:
         for child, name, parameter in before:
             child._parameters[name] = parameter
+
+
+# What users are told --------------------------------------------------------------------------------------------------
+
+
+def _wording(name: str) -> Wording:
+    return Wording(
+        name,
+        difference=lambda difference: f"{name} {_described(difference)}; {_REMEDY}",
+        failure=lambda error: [
+            f"{name} fails when its linear maps are split over ranks: {_first_line(error)}; {_REMEDY}"
+        ],
+        elsewhere=f"{name} differs on another rank when it is split; {_REMEDY}",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _described(difference: Difference) -> str:
+    what = f"the gradient of {difference.name}" if difference.part == "gradient" else "its result"
+    match difference.kind:
+        case "number":
+            return f"has {difference.ours} results in place of {difference.whole} when it is split"
+        case "presence":
+            return f"has {'a' if difference.ours else 'no'} gradient of {difference.name} when it is split"
+        case "shape":
+            return f"computes {what} as {difference.ours} in place of {difference.whole} when it is split"
+        case "numbers":
+            return (
+                f"computes something else when its linear maps are split: {what} differs by {difference.error:.2g} "
+                f"where {difference.allowed:.2g} is allowed, from index {difference.index} on"
+            )
