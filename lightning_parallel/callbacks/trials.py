@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_parallel import _lightning
+from lightning_parallel.module.object_state import CONTAINERS, Numbers, ObjectState
 from lightning_parallel.techniques.sharding import reshard_units
 
 if TYPE_CHECKING:
@@ -78,14 +79,9 @@ class TrainingState:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._module = module = trainer.lightning_module
-        self._tensors = [(tensor, tensor.to("cpu", copy=True)) for tensor in _local_tensors(module)]
+        self._numbers = Numbers(_local_tensors(module), "cpu")
         self._trainable = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-        self._attributes = [
-            (child, name, value, copy.copy(value))
-            for child in module.modules()
-            for name, value in vars(child).items()
-            if not name.startswith("_") and type(value) in (bool, int, float, str, type(None), list, dict, set)
-        ]
+        self._attributes = [ObjectState(child, _is_plain) for child in module.modules()]
         self._optimizers = [_optimizer_state(optimizer) for optimizer in trainer.optimizers]
         self._schedulers = [copy.deepcopy(each.scheduler.state_dict()) for each in trainer.lr_scheduler_configs]
         self._precision = copy.deepcopy(trainer.precision_plugin.state_dict())
@@ -97,17 +93,11 @@ class TrainingState:
         module, trainer = self._module, self._trainer
         module.zero_grad(set_to_none=True)
         reshard_units(module)
-        for tensor, saved in self._tensors:
-            tensor.copy_(saved)
+        self._numbers.restore()
         for parameter, trainable in self._trainable:
             parameter.requires_grad_(trainable)
-        for child, name, value, content in self._attributes:
-            vars(child)[name] = value
-            if isinstance(value, list):
-                value[:] = content
-            elif isinstance(value, dict | set):
-                value.clear()
-                value.update(content)
+        for attributes in self._attributes:
+            attributes.restore(keeps_new=True)
         for child in module.modules():
             if isinstance(child, Metric):
                 child.reset()
@@ -117,6 +107,10 @@ class TrainingState:
             _restore_optimizer(optimizer, state, groups)
         trainer.precision_plugin.load_state_dict(copy.deepcopy(self._precision))
         _lightning.set_random_states(self._random)
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    return not name.startswith("_") and type(value) in (bool, int, float, str, type(None), *CONTAINERS)
 
 
 def _local_tensors(module: nn.Module) -> list[Tensor]:

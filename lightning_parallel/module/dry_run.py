@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_parallel.module.object_state import CONTAINERS, Contents, ObjectState
+
 
 @contextlib.contextmanager
 def side_effects_undone(layer: nn.Module) -> Iterator[None]:
@@ -24,15 +26,12 @@ def side_effects_undone(layer: nn.Module) -> Iterator[None]:
         for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values()):
             if not getattr(hook, "__module__", "").startswith(("torch.", "lightning_parallel.")):
                 holders += _held(hook)
-    before = [_contents(holder) for holder in holders]
+    before = [_state_of(holder) for holder in holders if type(holder) in CONTAINERS or _has_attributes(holder)]
     try:
         yield
     finally:
-        for own, attributes, containers in before:
-            own.update(attributes)
-            for container, content in containers:
-                container.clear()
-                container.extend(content) if isinstance(container, list) else container.update(content)
+        for state in before:
+            state.restore(keeps_new=isinstance(state, ObjectState))
 
 
 def _held(hook: Callable[..., Any]) -> list[Any]:
@@ -51,12 +50,11 @@ def _is_empty(cell: Any) -> bool:
         return True
 
 
-def _contents(holder: Any) -> tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]:
-    """A holder's attributes, a copy of them, and its lists and dicts with what is in them."""
-    if type(holder) in (list, dict):
-        return {}, {}, [(holder, holder.copy())]
-    own = getattr(holder, "__dict__", {})
-    if not isinstance(own, dict):  # a class's own is no dict that can be written into
-        return {}, {}, []
-    public = {name: value for name, value in own.items() if not name.startswith("_")}
-    return own, public, [(value, value.copy()) for value in public.values() if type(value) in (list, dict)]
+def _has_attributes(holder: Any) -> bool:
+    return isinstance(getattr(holder, "__dict__", None), dict)  # a class's own is no dict that can be written into
+
+
+def _state_of(holder: Any) -> Contents | ObjectState:
+    if type(holder) in CONTAINERS:
+        return Contents(holder)
+    return ObjectState(holder, lambda name, _: not name.startswith("_"))

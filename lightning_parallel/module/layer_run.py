@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_parallel import _torch
 from lightning_parallel.module.dry_run import side_effects_undone
 from lightning_parallel.module.kv_cache import is_cache
+from lightning_parallel.module.object_state import Contents
 
 HIDDEN_STATES = "hidden states"
 """The name of what a layer is given first; of a parameter it is the parameter's own."""
@@ -37,10 +38,10 @@ def probing(layer: nn.Module, *, doubles: bool, device: str) -> Iterator[None]:
         doubles: Whether to compute in fp64, where the layer can.
         device: The kind of device that it runs on.
     """
-    modes = {child: child.training for child in layer.modules()}
+    modes = [Contents(vars(child), lambda name, _: name == "training") for child in layer.modules()]
     tables: list[dict[str, Any]] = [child._buffers for child in layer.modules()]
     tables += [child._parameters for child in layer.modules()]  # type: ignore[misc]
-    tensors = [dict(table) for table in tables]
+    before = [*modes, *map(Contents, tables)]
     copies: dict[int, Any] = {}  # what is tied stays tied
     try:
         layer.eval()
@@ -61,10 +62,8 @@ def probing(layer: nn.Module, *, doubles: bool, device: str) -> Iterator[None]:
         ):
             yield
     finally:
-        for table, before in zip(tables, tensors, strict=True):
-            table.update(before)
-        for child, mode in modes.items():
-            child.training = mode
+        for contents in before:
+            contents.restore()
 
 
 def _copy(tensor: Any, *, doubles: bool) -> Any:

@@ -9,62 +9,42 @@ back, so an optimizer or a list that was made before training still refers to th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel import _torch
+from lightning_parallel.module.object_state import Contents
 
-_KEPT_APART = ("_parameters", "_buffers", "_modules", "training")
+_KEPT_APART = ("_parameters", "_buffers", "_modules", "training", *_torch.modules.HOOK_TABLES)
 
 
-@dataclass
-class _Before:
-    """One submodule's class, attributes, children, parameters and hooks; after `close`, only what has changed."""
+class _ModuleState:
+    """One submodule's class, attributes, children, parameters and hooks; after `keep_changes`, what has changed."""
 
-    cls: type[nn.Module]
-    attributes: dict[str, Any]
-    children: dict[str, nn.Module | None]
-    parameters: dict[str, nn.Parameter]
-    hooks: dict[str, set[int]]
-    added_attributes: set[str] = field(default_factory=set)
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        self.children = Contents(module._modules)
+        self._module, self._cls = module, type(module)
+        self._others = [Contents(getattr(module, table)) for table in _torch.modules.HOOK_TABLES]
+        self._others.append(Contents(vars(module), lambda name, _: name not in _KEPT_APART))
 
-    @classmethod
-    def take(cls, module: nn.Module) -> _Before:
-        return cls(
-            cls=type(module),
-            attributes=_attributes(module),
-            children=dict(module._modules),
-            parameters={name: p for name, p in module._parameters.items() if p is not None},
-            hooks={table: set(getattr(module, table, ())) for table in _torch.modules.HOOK_TABLES},
-        )
-
-    def keep_difference(self, module: nn.Module) -> None:
-        now = _attributes(module)
-        self.added_attributes = now.keys() - self.attributes.keys()
-        self.attributes = {k: v for k, v in self.attributes.items() if k in now and now[k] is not v}
-        self.children = {k: v for k, v in self.children.items() if module._modules.get(k) is not v}
-        # What another footprint inside of this one made is its to give back; holding it would hold its memory.
+    def keep_changes(self) -> None:
+        for contents in (*self._others, self.children):
+            contents.keep_changes()
+        # What another snapshot inside of this one made is its to give back; holding it would hold its memory.
         self.parameters = {
-            k: v
-            for k, v in self.parameters.items()
-            if module._parameters.get(k) is not v and not isinstance(v, DTensor)
+            name: own
+            for name, own in self.parameters.items()
+            if self._module._parameters.get(name) is not own and not isinstance(own, DTensor)
         }
-        self.hooks = {table: set(getattr(module, table, ())) - keys for table, keys in self.hooks.items()}
 
-    def undo(self, module: nn.Module) -> None:
-        module.__class__ = self.cls
-        _torch.fsdp.forget_sharding(module)
-        for table, added in self.hooks.items():
-            for key in added:
-                getattr(module, table).pop(key, None)
-        for name in self.added_attributes:
-            module.__dict__.pop(name, None)
-        module.__dict__.update(self.attributes)
-        module._modules.update(self.children)
+    def undo(self) -> None:
+        self._module.__class__ = self._cls
+        _torch.fsdp.forget_sharding(self._module)
+        for contents in (*self._others, self.children):
+            contents.restore()
 
 
 class Snapshot:
@@ -74,23 +54,23 @@ class Snapshot:
         module: The whole module, before anything is applied to it.
 
     Example:
-        >>> with Footprint(module) as footprint:
+        >>> with Snapshot(module) as snapshot:
         ...     ...  # apply techniques
         >>> ...  # train
-        >>> footprint.restore(gather)
+        >>> snapshot.restore(gather)
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._befores = {submodule: _Before.take(submodule) for submodule in module.modules()}
-        self._strides = {p: p.stride() for before in self._befores.values() for p in before.parameters.values()}
+        self._states = {submodule: _ModuleState(submodule) for submodule in module.modules()}
+        self._strides = {p: p.stride() for state in self._states.values() for p in state.parameters.values()}
 
     def __enter__(self) -> Snapshot:
         return self
 
     def __exit__(self, *error: object) -> None:
         """Note what was changed; from here on, changes are the user's. Frees the memory of replaced parameters."""
-        for module, before in self._befores.items():
-            before.keep_difference(module)
+        for state in self._states.values():
+            state.keep_changes()
         self._strides = {original: self._strides[original] for original, _ in self.replaced()}
         for original, _ in self.replaced():
             if not original.is_meta:
@@ -99,8 +79,8 @@ class Snapshot:
     def replaced(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Pairs of the module's own parameter and what stands in its place, each pair once."""
         seen: set[nn.Parameter] = set()
-        for module, before in self._befores.items():
-            for name, original in before.parameters.items():
+        for module, state in self._states.items():
+            for name, original in state.parameters.items():
                 current = module._parameters[name]
                 if original not in seen and current is not None:
                     seen.add(original)
@@ -116,11 +96,11 @@ class Snapshot:
         back: dict[Tensor, nn.Parameter] = {}
         for original, current in self.replaced():
             back[current] = self._refill(original, gather(current), current.requires_grad)
-        for module, before in self._befores.items():
-            for name, original_child in before.children.items():
+        for module, state in self._states.items():
+            for name, original_child in state.children.before.items():
                 _hand_back(module._modules.get(name), original_child)
-            standing = {name: back[module._parameters[name]] for name in before.parameters}  # type: ignore[index]
-            before.undo(module)
+            standing = {name: back[module._parameters[name]] for name in state.parameters}  # type: ignore[index]
+            state.undo()
             for name, parameter in standing.items():
                 # Not into the table: modules such as nn.LSTM keep a second list of their weights.
                 setattr(module, name, parameter)
@@ -147,8 +127,3 @@ def _hand_back(current: nn.Module | None, original: nn.Module | None) -> None:
     for table in ("_parameters", "_buffers"):
         own, theirs = getattr(original, table), getattr(current, table)
         own.update({name: theirs[name] for name in own if name in theirs})
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    apart = {*_KEPT_APART, *_torch.modules.HOOK_TABLES}
-    return {name: value for name, value in module.__dict__.items() if name not in apart}

@@ -13,12 +13,14 @@ initialisation.
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_parallel.module.object_state import CONTAINERS, ObjectState
 from lightning_parallel.ranks.random_streams import RandomState
 from lightning_parallel.techniques.deferred_init.record import HostInsteadOfMeta, InitRecord, NotRecordableError
 
@@ -61,15 +63,16 @@ class Deferral:
         self._module = self.record = None
 
     def _build_deferred(self, module: nn.Module, build: Callable[[], None]) -> None:
-        before, state = _contents(module), RandomState.take(_HOST)
+        before, random_state = [_state_of(child) for child in module.modules()], RandomState.take(_HOST)
         record = InitRecord()
         try:
             with record:
                 build()
             record.finish(module)
         except Exception as error:
-            _set_contents(module, before)
-            state.restore(_HOST)
+            for state in before:
+                state.restore()
+            random_state.restore(_HOST)
             reason = f"{error}" if isinstance(error, NotRecordableError) else f"{type(error).__name__}: {error}"
             with HostInsteadOfMeta():
                 build()  # an error of the user's own code is raised again here
@@ -89,20 +92,9 @@ def unrecorded_meta_tensors(module: nn.Module, record: InitRecord | None) -> lis
     return [name for name, tensor in named if tensor.is_meta and (record is None or not record.knows(tensor))]
 
 
-_Contents = dict[nn.Module, tuple[dict[str, Any], dict[str, dict[str, Any]]]]
-_HOST = torch.device("cpu")  # whose random numbers a recorded build draws
-_TABLES = ("_parameters", "_buffers", "_modules")
+_HOST = torch.device("cpu")  # on which a recorded build draws
 
 
-def _contents(module: nn.Module) -> _Contents:
-    """Attributes and tables of each submodule, from which an attempt to build can be undone."""
-    return {m: (dict(vars(m)), {table: dict(getattr(m, table)) for table in _TABLES}) for m in module.modules()}
-
-
-def _set_contents(module: nn.Module, contents: _Contents) -> None:
-    for submodule, (attributes, tables) in contents.items():
-        submodule.__dict__.clear()
-        submodule.__dict__.update(attributes)
-        for table, entries in tables.items():
-            getattr(submodule, table).clear()
-            getattr(submodule, table).update(entries)
+def _state_of(module: nn.Module) -> ObjectState:
+    """All that hangs on a submodule, hooks included, so that an attempt to build can be undone."""
+    return ObjectState(module, containers=(*CONTAINERS, OrderedDict))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,10 +13,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_parallel.module.hidden_states import hidden_in, with_hidden
 from lightning_parallel.module.kv_cache import is_cache
+from lightning_parallel.module.object_state import Numbers, ObjectState
 from lightning_parallel.module.placeholders import is_placeholder, placeholder_like, placeholders_in_place
 
 _REMEMBERED = 4096
 """How many results of layers of other stages are remembered: shapes only, about a kilobyte each."""
+_KEPT_APART = ("_parameters", "_modules")
 
 
 class InferredShapes:
@@ -75,28 +76,16 @@ class InferredShapes:
 @contextlib.contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
     """What runs in here leaves no trace on `module`: attributes, lists, buffers, states of metrics."""
-    before = []
-    tensors = {}
-    for submodule in module.modules():
-        values = {k: v for k, v in vars(submodule).items() if k not in ("_parameters", "_modules")}
-        shallow = {k: (v, copy.copy(v)) for k, v in values.items() if type(v) in (list, dict, set)}
-        before.append((submodule, values, shallow))
-        for value in (*values.values(), *submodule._buffers.values()):
-            if isinstance(value, Tensor) and not value.is_meta and not isinstance(value, DTensor):
-                tensors[value] = value.detach().clone()
+    states = [ObjectState(child, lambda name, _: name not in _KEPT_APART) for child in module.modules()]
+    values = [value for state in states for value in state.attributes.before.values()]
+    tensors = [value for value in (*values, *module.buffers()) if isinstance(value, Tensor)]
+    numbers = Numbers(t for t in dict.fromkeys(tensors) if not t.is_meta and not isinstance(t, DTensor))
     try:
         yield
     finally:
-        for submodule, values, shallow in before:
-            for name in set(vars(submodule)) - set(values) - {"_parameters", "_modules"}:
-                del submodule.__dict__[name]
-            submodule.__dict__.update(values)
-            for container, content in shallow.values():
-                container.clear()
-                container.extend(content) if isinstance(container, list) else container.update(content)
-        with torch.no_grad():
-            for tensor, value in tensors.items():
-                tensor.copy_(value)
+        for state in states:
+            state.restore()
+        numbers.restore()
 
 
 @contextlib.contextmanager
