@@ -199,8 +199,14 @@ def test_half_built_modules_start_again() -> None:
     """What an attempt left on the module is gone before the eager build begins."""
 
     class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noted: list[int] = []
+
         def configure_model(self) -> None:
             assert not hasattr(self, "first")
+            self.noted.append(1)
+            self.register_forward_hook(lambda *_: None)
             self.first = nn.Linear(2, 2)
             self.second = nn.Parameter(torch.randn(2, generator=torch.Generator()))
 
@@ -210,6 +216,8 @@ def test_half_built_modules_start_again() -> None:
     module.configure_model()
     assert deferral.record is None
     assert not module.first.weight.is_meta
+    assert module.noted == [1]
+    assert len(module._forward_hooks) == 1
 
 
 def test_little_more_than_one_tensor_is_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

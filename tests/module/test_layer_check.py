@@ -9,24 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import ConfigurationError, build_strategy
 from lightning_parallel.module.layer_check import Difference, LayerCheck, Wording
-from tests.cases import LENGTH, Case
+from tests.models.cases import VOCABULARY, Block, Case, loader_of, next_token_loss
 from tests.parity import make_trainer
-from tests.test_context import batches
-from tests.test_context_borders import Layer, Net
-from tests.test_layer_arguments import Conditioned, Plain, condition, net
+
+WIDTH = 16
 
 # Over ranks: right results, wrong gradients ---------------------------------------------------------------------------
 
 
 class _DividedByLength(torch.autograd.Function):
-    """Does nothing, and divides its gradient by the length of a sequence, of which a rank has a part."""
+    """The identity, which divides its gradient by the length of a sequence: on a rank, by the length of its part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, length: int) -> Tensor:
@@ -39,7 +37,7 @@ class _DividedByLength(torch.autograd.Function):
 
 
 class _DividedByWidth(torch.autograd.Function):
-    """The same with the number of features, as a kernel sees it, which is given this rank's."""
+    """The same with the number of features, as a kernel sees it, which is given those of its rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -51,123 +49,109 @@ class _DividedByWidth(torch.autograd.Function):
         return gradient / (gradient.to_local() if isinstance(gradient, DTensor) else gradient).shape[-1]
 
 
-class OfHidden(Net):
-    class Layer(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            return _DividedByLength.apply(super().forward(x), x.shape[1])  # type: ignore[no-any-return]
-
-    def layer(self) -> nn.Module:
-        return self.Layer()
+def divided(x: Tensor, length: int) -> Tensor:
+    return _DividedByLength.apply(x, length)  # type: ignore[no-any-return]
 
 
-class OfParameter(Net):
+class OfHidden(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return divided(super().forward(x), x.shape[1])
+
+
+class OfParameter(Block):
     """The gradient of hidden states is right."""
 
-    class Layer(Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(16))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x * _DividedByLength.apply(self.scale, x.shape[1]))
-
-    def layer(self) -> nn.Module:
-        return self.Layer()
-
-
-class DividedCondition(Conditioned):
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
-        return super().forward(x, _DividedByLength.apply(c, x.shape[1]))
-
-
-OfArgument = net(DividedCondition, condition)
-
-
-class OfLastLayer(Net):
-    """Its first two layers are right."""
-
-    class Layer(Layer):
-        divides = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = super().forward(x)
-            return _DividedByLength.apply(x, x.shape[1]) if self.divides else x
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer)
-        self.layers[2].divides = True
-
-    def layer(self) -> nn.Module:
-        return self.Layer()
-
-
-class Keeps(Net):
-    """Layers keep a loss of their own, of means over positions."""
-
-    class Layer(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            x = super().forward(x)
-            self.balance = x.softmax(-1).mean((0, 1)).square().sum()
-            return x
-
-    def layer(self) -> nn.Module:
-        return self.Layer()
-
-
-class WrittenInto(Net):
-    """Layers write into what they are given, as code for little memory does."""
-
-    class Layer(OfHidden.Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            x += self.attention(self.norm1(x))
-            return _DividedByLength.apply(x + self.mlp(self.norm2(x)), x.shape[1])  # type: ignore[no-any-return]
-
-    def layer(self) -> nn.Module:
-        return self.Layer()
-
-
-class CheckpointedInside(Net):
-    """A layer computes its attention again, in the way that goes around `torch.autograd.grad`."""
-
-    class Layer(OfHidden.Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            with warnings.catch_warnings(action="ignore"):  # in evaluation, no input needs a gradient
-                return checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return]
-
-    def layer(self) -> nn.Module:
-        return self.Layer()
-
-
-class DividingBlock(Plain):
-    """Divides the gradient of features between its maps."""
-
-    def mix(self, x: Tensor) -> Tensor:
-        return self.down(_DividedByWidth.apply(F.silu(self.gate(x)) * self.up(x)))
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.whole(x, self.turn)
+        return super().forward(x * divided(self.scale, x.shape[1]))
 
 
-OfFeatures = net(DividingBlock)
+class OfArgument(Block):
+    """It is given a vector for each sample, which is as wide as the sequence is long."""
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * (1 + divided(condition, x.shape[1])[:, None]))
 
 
-MODULES: dict[str, type[Case]] = {
-    "hidden": OfHidden,
-    "parameter": OfParameter,
-    "argument": OfArgument,
-    "last_layer": OfLastLayer,
-    "keeps": Keeps,
-    "written_into": WrittenInto,
-    "checkpointed": CheckpointedInside,
-    "features": OfFeatures,
+class OfSecond(Block):
+    """Only the second layer is wrong."""
+
+    is_wrong = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return divided(super().forward(x), x.shape[1]) if self.is_wrong else super().forward(x)
+
+
+class Keeps(Block):
+    """It keeps a loss of its own, of means over positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.balance = x.softmax(-1).mean((0, 1)).square().sum()
+        return x
+
+
+class WrittenInto(Block):
+    """It writes into what it is given, as code that saves memory does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.attention(self.norm1(x))
+        return divided(x + self.mlp(self.norm2(x)), x.shape[1])
+
+
+class Checkpointed(OfHidden):
+    """It computes its activations again, in the way that does not work with `torch.autograd.grad`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with warnings.catch_warnings(action="ignore"):  # in evaluation, no input needs a gradient
+            return checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+class OfFeatures(Block):
+    """It divides the gradient of the features between its linear maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp.insert(2, _Dividing())
+
+
+class _Dividing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _DividedByWidth.apply(x)  # type: ignore[no-any-return]
+
+
+LAYERS = {
+    kind.__name__: kind
+    for kind in (OfHidden, OfParameter, OfArgument, OfSecond, Keeps, WrittenInto, Checkpointed, OfFeatures)
 }
-globals().update({module.__name__: module for module in (OfArgument, OfFeatures)})
+
+
+class Net(Case):
+    """Two layers of a kind."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        self.tokens, self.side = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(LAYERS[layer]() for _ in range(2))
+        self.layers[1].is_wrong = True
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        given = (self.side(tokens[:, 0]),) if isinstance(self.layers[0], OfArgument) else ()
+        for layer in self.layers:
+            x = layer(x, *given)
+        return next_token_loss(self.head(x), tokens)
 
 
 def refusal(name: str, strategy: str, sanity_steps: int) -> str:
     try:
         trainer = make_trainer(build_strategy(strategy), 2, num_sanity_val_steps=sanity_steps)
-        trainer.fit(MODULES[name](), batches("byte_gpt", 1), batches("byte_gpt", 1))
+        loader = loader_of("byte_gpt", steps=2, global_batch=4, num_ranks=1)
+        trainer.fit(Net(name), loader, loader)
     except ConfigurationError as error:
         return f"{trainer.global_step} steps: {error}"
     return ""
@@ -178,13 +162,13 @@ def refusal(name: str, strategy: str, sanity_steps: int) -> str:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("hidden", "the gradient of hidden states that layers.0 (Layer) computes, but not its result: by "),
-        ("parameter", "the gradient of scale that layers.0 (Layer) computes, but not its result: by "),
-        ("argument", "the gradient of another argument that layers.0 (DividedCondition) computes"),
-        ("last_layer", "the gradient of hidden states that layers.2 (Layer) computes"),
-        ("written_into", "the gradient of hidden states that layers.0 (Layer) computes"),
-        ("checkpointed", "the gradient of hidden states that layers.0 (Layer) computes"),
-        ("keeps", "layers.0 (Layer) keeps a tensor () beside hidden states"),
+        ("OfHidden", "the gradient of hidden states that layers.0 (OfHidden) computes, but not its result: by "),
+        ("OfParameter", "the gradient of scale that layers.0 (OfParameter) computes, but not its result: by "),
+        ("OfArgument", "the gradient of another argument that layers.0 (OfArgument) computes"),
+        ("OfSecond", "the gradient of hidden states that layers.1 (OfSecond) computes"),
+        ("WrittenInto", "the gradient of hidden states that layers.0 (WrittenInto) computes"),
+        ("Checkpointed", "the gradient of hidden states that layers.0 (Checkpointed) computes"),
+        ("Keeps", "layers.0 (Keeps) keeps a tensor () beside hidden states"),
     ],
 )
 def test_context_refuses_a_wrong_gradient(ranks: Any, name: str, words: str, attention: str, sanity_steps: int) -> None:
@@ -196,14 +180,14 @@ def test_context_refuses_a_wrong_gradient(ranks: Any, name: str, words: str, att
 
 @pytest.mark.parametrize("strategy", ["cp_custom:recompute=full", "cp_custom:compile=layers"])
 def test_context_refuses_it_under_other_policies(ranks: Any, strategy: str) -> None:
-    assert "changes the gradient of hidden states" in ranks(2).run(refusal, "hidden", strategy, 0)[0]
+    assert "changes the gradient of hidden states" in ranks(2).run(refusal, "OfHidden", strategy, 0)[0]
 
 
 @pytest.mark.parametrize("strategy", ["tp_custom", "tp_custom:sequence=true"])
 def test_tensor_refuses_a_wrong_gradient(ranks: Any, strategy: str) -> None:
-    for message in ranks(2).run(refusal, "features", strategy, 0):
+    for message in ranks(2).run(refusal, "OfFeatures", strategy, 0):
         assert message.startswith("0 steps: "), message
-        assert "layers.0 (DividingBlock) computes something else when its linear maps are split" in message
+        assert "layers.0 (OfFeatures) computes something else when its linear maps are split" in message
         assert "the gradient of " in message
         assert "tensor=1" in message
 
@@ -237,7 +221,7 @@ def compared(
     layer: nn.Module, change: Callable[..., Any], *, x: Tensor | None = None, whole: Any = None, **kwargs: Any
 ) -> list[str]:
     """What a check says of a layer whose results are changed."""
-    x = torch.randn(2, LENGTH, 4) if x is None else x
+    x = torch.randn(2, 16, 4) if x is None else x
     check = LayerCheck(layer, ((x,), kwargs), wording=WORDING, has_any=bool)
     error = check.run_whole(whole or (lambda args, kwargs: layer(*args, **kwargs)), inside=contextlib.nullcontext)
     if error is not None:
