@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -21,17 +22,18 @@ def side_effects_undone(layer: nn.Module) -> Iterator[None]:
     Args:
         layer: The layer that is about to run.
     """
-    holders: list[Any] = list(layer.modules())
+    states: list[Contents | ObjectState] = []
     for child in layer.modules():
-        for hook in (*child._forward_pre_hooks.values(), *child._forward_hooks.values()):
+        states.append(ObjectState(child))
+        tables = child._forward_pre_hooks, child._forward_hooks, child._backward_pre_hooks, child._backward_hooks
+        for hook in chain.from_iterable(table.values() for table in tables):
             if not getattr(hook, "__module__", "").startswith(("torch.", "lightning_parallel.")):
-                holders += _held(hook)
-    before = [_state_of(holder) for holder in holders if type(holder) in CONTAINERS or _has_attributes(holder)]
+                states += [state for holder in _held(hook) for state in _states_of(holder)]
     try:
         yield
     finally:
-        for state in before:
-            state.restore(keeps_new=isinstance(state, ObjectState))
+        for state in states:
+            state.restore()
 
 
 def _held(hook: Callable[..., Any]) -> list[Any]:
@@ -50,11 +52,9 @@ def _is_empty(cell: Any) -> bool:
         return True
 
 
-def _has_attributes(holder: Any) -> bool:
-    return isinstance(getattr(holder, "__dict__", None), dict)  # a class's own is no dict that can be written into
-
-
-def _state_of(holder: Any) -> Contents | ObjectState:
+def _states_of(holder: Any) -> list[Contents | ObjectState]:
     if type(holder) in CONTAINERS:
-        return Contents(holder)
-    return ObjectState(holder, lambda name, _: not name.startswith("_"))
+        return [Contents(holder)]
+    if not isinstance(getattr(holder, "__dict__", None), dict):  # a class's own is no dict that can be written into
+        return []
+    return [ObjectState(holder, lambda name, _: not name.startswith("_"))]

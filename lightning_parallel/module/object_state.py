@@ -47,11 +47,11 @@ class Contents:
             self._container.clear()
             (self._container.extend if isinstance(self._container, list) else self._container.update)(self.before)
             return
-        if self._counts is None and self._new is None and not keeps_new:
-            self._container.clear()  # for the order
-        elif not keeps_new:
+        if not keeps_new:
             for key in self._counted().keys() - self.before.keys() if self._new is None else self._new:
                 self._container.pop(key, None)
+        if self._counts is None and self._new is None and list(self._container) != list(self.before):
+            self._container.clear()  # what went and came again would be the last
         self._container.update(self.before)
 
     def _counted(self) -> dict[Any, Any]:

@@ -7,16 +7,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel import ConfigurationError, build_strategy
+from lightning_parallel import ConfigurationError, build_strategy, full_state_dict
 from lightning_parallel.module.layer_check import Difference, LayerCheck, Wording
 from tests.models.cases import VOCABULARY, Block, Case, loader_of, next_token_loss
-from tests.parity import make_trainer
+from tests.parity import TOLERANCE, difference, make_trainer
 
 WIDTH = 16
 
@@ -118,6 +119,15 @@ class OfFeatures(Block):
         self.mlp.insert(2, _Dividing())
 
 
+class GatedInside(Block):
+    """It multiplies features between its linear maps by a number of each sample that it is given."""
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:  # type: ignore[override]
+        x = x + self.attention(self.norm1(x))
+        features = self.mlp[0](self.norm2(x)) * condition[:, None, :1]
+        return x + self.mlp[2](self.mlp[1](features))  # type: ignore[no-any-return]
+
+
 class _Dividing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return _DividedByWidth.apply(x)  # type: ignore[no-any-return]
@@ -125,7 +135,7 @@ class _Dividing(nn.Module):
 
 LAYERS = {
     kind.__name__: kind
-    for kind in (OfHidden, OfParameter, OfArgument, OfSecond, Keeps, WrittenInto, Checkpointed, OfFeatures)
+    for kind in (OfHidden, OfParameter, OfArgument, OfSecond, Keeps, WrittenInto, Checkpointed, OfFeatures, GatedInside)
 }
 
 
@@ -141,7 +151,7 @@ class Net(Case):
 
     def loss(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens)
-        given = (self.side(tokens[:, 0]),) if isinstance(self.layers[0], OfArgument) else ()
+        given = (self.side(tokens[:, 0]),) if isinstance(self.layers[0], OfArgument | GatedInside) else ()
         for layer in self.layers:
             x = layer(x, *given)
         return next_token_loss(self.head(x), tokens)
@@ -192,6 +202,21 @@ def test_tensor_refuses_a_wrong_gradient(ranks: Any, strategy: str) -> None:
         assert "tensor=1" in message
 
 
+def trained(strategy: str, num_ranks: int, sanity_steps: int) -> dict[str, Tensor]:
+    L.seed_everything(3, verbose=False)
+    built = strategy if strategy == "auto" else build_strategy(strategy)
+    trainer = make_trainer(built, num_ranks, num_sanity_val_steps=sanity_steps)
+    loader = loader_of("byte_gpt", steps=3, global_batch=4, num_ranks=1)
+    trainer.fit(Net("GatedInside"), loader, loader)
+    return full_state_dict(trainer)
+
+
+@pytest.mark.parametrize("sanity_steps", [0, 1])
+def test_tensor_sees_gradients_that_an_evaluation_does_not_show(ranks: Any, sanity_steps: int) -> None:
+    """Of the two ways to run this layer, one has a part of a gradient; only training shows that there is one."""
+    assert difference(ranks(2).run(trained, "tp_custom", 2, sanity_steps)[0], trained("auto", 1, 0)) < TOLERANCE
+
+
 # One process ----------------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +231,7 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor, *, shift: Tensor | float = 0.0) -> Tensor:
         self.runs += 1
+        self.latest = self._latest = x.detach()  # in fp64, while it is compared
         self.seen.append(len(x))
         return x + self.gate * self.dropout(self.map(x)) + shift
 
@@ -277,15 +303,18 @@ def test_gradients_behind_a_gate_that_is_zero() -> None:
 
 def test_no_trace_is_left() -> None:
     layer = Gated()
-    noted: list[Any] = []
-    layer.map.register_forward_hook(lambda *_: noted.append(1))
-    layer.map.register_full_backward_hook(lambda *_: noted.append(2))
+    forwards: list[int] = []
+    backwards: list[int] = []
+    layer.map.register_forward_hook(lambda *_: forwards.append(1))
+    layer.map.register_full_backward_hook(lambda *_: backwards.append(1))
+    attributes = dict(vars(layer))
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     parameters, x = list(layer.parameters()), torch.randn(2, 3, 4)
     assert compared(layer, lambda y: y.add_(1).sub_(1), x=x) == []
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
     assert all(now is then and now.grad is None for now, then in zip(layer.parameters(), parameters, strict=True))
-    assert (layer.seen, noted, layer.training, layer.dropout.training) == ([], [], True, True)
+    assert (layer.seen, forwards, backwards, layer.training, layer.dropout.training) == ([], [], [], True, True)
+    assert vars(layer) == attributes
     assert x.grad is None
     assert not x.requires_grad
 

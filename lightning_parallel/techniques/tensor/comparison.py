@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError, check
+from lightning_parallel.module.hidden_states import take_hidden
 from lightning_parallel.module.layer_check import Difference, LayerCheck, Wording
 from lightning_parallel.techniques.tensor.split_layer import SplitLayer
 
@@ -29,6 +31,9 @@ def check_layer(layer: nn.Module, split: SplitLayer, function: Callable[..., Any
     Raises:
         ConfigurationError: If they differ either way, with where the difference begins.
     """
+    if split.flow.is_checked and not _has_gradients(args, kwargs):
+        split.flow.has_checked_gradients = True
+        return
     region = split.region
     wording = _wording(f"{split.path} ({_torch.fsdp.class_name(layer)})")
     comparison = LayerCheck(
@@ -54,6 +59,13 @@ def check_layer(layer: nn.Module, split: SplitLayer, function: Callable[..., Any
     finally:
         split.region = region
     split.flow.is_checked = True
+    split.flow.has_checked_gradients = torch.is_grad_enabled()
+
+
+def _has_gradients(args: Any, kwargs: Any) -> bool:
+    """Whether a layer is given something beside hidden states that an evaluation would show no gradients of."""
+    _, args, kwargs = take_hidden(args, kwargs)
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs)))
 
 
 def _has_any(peers: ProcessGroup, flag: bool) -> bool:

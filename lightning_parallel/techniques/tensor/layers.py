@@ -100,6 +100,6 @@ def _splitting(self: Any, split: SplitLayer, cls: type[Any], *args: Any, **kwarg
         args = tuple(without_fresh_cache(self, args))
         kwargs = dict(zip(kwargs, without_fresh_cache(self, kwargs.values()), strict=True))
     function = functools.partial(cls.forward, self)
-    if not split.flow.is_checked:
+    if not (split.flow.has_checked_gradients if torch.is_grad_enabled() else split.flow.is_checked):
         check_layer(self, split, function, args, kwargs)
     return split.run(self, function, args, kwargs)

@@ -34,6 +34,7 @@ class Flow:
         self.peers = peers
         self.is_local = True
         self.is_checked = False
+        self.has_checked_gradients = False  # those of all that layers are given; in evaluation, few have any
 
     def as_part(self, local: Tensor) -> Tensor:
         """Return a column-parallel output, `[..., outputs / ranks]`, as it is or as a DTensor of all parts."""
