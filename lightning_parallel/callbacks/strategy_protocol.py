@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import torch
+
 from lightning_parallel.errors import check
 
 if TYPE_CHECKING:
@@ -28,8 +30,8 @@ class PlannedSteps(Protocol):
         """Processes on this machine."""
 
     @property
-    def num_replicas(self) -> int:
-        """Copies of the module in this process, over which each batch is split."""
+    def replica_devices(self) -> list[torch.device]:
+        """Devices of this process; where there are several, each batch is split over copies of the module on them."""
 
     def refuse(self, violations: list[str]) -> None:
         """Raise with all `violations`, in words on rank 0 only."""
@@ -53,10 +55,10 @@ def cuts_batches(trainer: Trainer) -> bool:
     return isinstance(strategy, PlannedSteps) and strategy.cuts_batches
 
 
-def num_replicas(trainer: Trainer) -> int:
-    """Copies of the module in this process, over which each batch is split."""
+def replica_devices(trainer: Trainer) -> list[torch.device]:
+    """Devices of this process; where there are several, each batch is split over copies of the module on them."""
     strategy = trainer.strategy
-    return strategy.num_replicas if isinstance(strategy, PlannedSteps) else 1
+    return strategy.replica_devices if isinstance(strategy, PlannedSteps) else [strategy.root_device]
 
 
 def num_local_processes(trainer: Trainer) -> int:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_parallel import _torch
 from lightning_parallel.callbacks.batch_geometry import num_readers
-from lightning_parallel.callbacks.strategy_protocol import cuts_batches, num_replicas, refuse, updates_in_backward
+from lightning_parallel.callbacks.strategy_protocol import cuts_batches, refuse, replica_devices, updates_in_backward
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.techniques.clipping import scale_gradients
 
@@ -82,7 +82,7 @@ class TokenWeighted(Callback):
                 "TokenWeighted scales the gradients of a whole window, but optimizer_in_backward=True uses each up at "
                 "once; leave one of the two out"
             )
-        if num_replicas(trainer) > 1:
+        if len(replica_devices(trainer)) > 1:
             found.append("TokenWeighted under dp_custom needs one device: it averages inside the step; use ddp_custom")
         if cuts_batches(trainer):
             found.append(

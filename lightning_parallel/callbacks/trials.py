@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_parallel import _lightning
+from lightning_parallel.callbacks.strategy_protocol import replica_devices
 from lightning_parallel.module.object_state import CONTAINERS, Numbers, ObjectState
+from lightning_parallel.ranks.random_streams import RandomState
 from lightning_parallel.techniques.sharding import reshard_units
 
 if TYPE_CHECKING:
@@ -85,7 +87,7 @@ class TrainingState:
         self._optimizers = [_optimizer_state(optimizer) for optimizer in trainer.optimizers]
         self._schedulers = [copy.deepcopy(each.scheduler.state_dict()) for each in trainer.lr_scheduler_configs]
         self._precision = copy.deepcopy(trainer.precision_plugin.state_dict())
-        self._random = _lightning.random_states()
+        self._random = [(device, RandomState.take(device)) for device in replica_devices(trainer)]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -106,7 +108,8 @@ class TrainingState:
         for optimizer, (state, groups) in zip(trainer.optimizers, self._optimizers, strict=True):
             _restore_optimizer(optimizer, state, groups)
         trainer.precision_plugin.load_state_dict(copy.deepcopy(self._precision))
-        _lightning.set_random_states(self._random)
+        for device, numbers in self._random:
+            numbers.restore(device)
 
 
 def _is_plain(name: str, value: Any) -> bool:

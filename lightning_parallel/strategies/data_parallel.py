@@ -97,17 +97,12 @@ class DataParallelStrategy(PlannedStrategy):
 
     @property
     @override
-    def num_replicas(self) -> int:
-        return len(self.replica_devices)
+    def degrees(self) -> Degrees:
+        return Degrees(replicate=len(self.replica_devices), shard=1)
 
     @property
     @override
-    def degrees(self) -> Degrees:
-        return Degrees(replicate=self.num_replicas, shard=1)
-
-    @property
     def replica_devices(self) -> list[torch.device]:
-        """The devices over which a batch is split."""
         devices = self.parallel_devices or [torch.device("cpu")]
         return devices[:1] if devices[0].type == "cpu" else devices
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -67,9 +68,9 @@ class PlannedStrategy(ParallelStrategy):
         return len(self.parallel_devices or ())
 
     @property
-    def num_replicas(self) -> int:
-        """Copies of the module in this process, over which each batch is split."""
-        return 1
+    def replica_devices(self) -> list[torch.device]:
+        """Devices of this process; where there are several, each batch is split over copies of the module on them."""
+        return [self.root_device]
 
     @property
     def updates_in_backward(self) -> bool:
