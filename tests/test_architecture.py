@@ -19,7 +19,6 @@ MOST_ROOT_FILES = 10
 MOST_LINES = {"file": 350, "class": 200, "function": 50}
 TOO_LARGE = {
     "callbacks/averaging.py: class ExponentialMovingAverage",
-    "techniques/context/layers.py: class _Part",
     "techniques/tensor/attention.py: function attend_multihead",
 }
 """What is over its budget today; a line goes when its code is within it."""
