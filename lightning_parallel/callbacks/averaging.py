@@ -170,8 +170,7 @@ class ExponentialMovingAverage(Callback):
 
     @torch.no_grad()
     def _update(self, module: nn.Module) -> None:
-        averages: list[Tensor] = []
-        values: list[Tensor] = []
+        averages, values = list[Tensor](), list[Tensor]()
         for name, parameter in _parameters(module).items():
             average = self._average.get(name)
             if average is None and parameter.requires_grad:

@@ -163,15 +163,7 @@ def attend_multihead(
     q, k, v = _projected(attention, region, states)
     is_causal = is_causal and key_padding_mask is None and not need_weights  # the same condition as in torch
     mask = None if is_causal else _merged(attn_mask, key_padding_mask, q, attention.num_heads, region.group)
-    dropout = attention.dropout if attention.training else 0.0
-    weights = None
-    if need_weights:
-        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-        shares = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
-        output = shares @ v
-        weights = reduce_from(shares.sum(1), region.group) / attention.num_heads
-    else:
-        output = _attention(q, k, v, mask, dropout, is_causal)
+    output, weights = _attend(attention, q, k, v, mask, region, need_weights=need_weights, is_causal=is_causal)
     output = output.transpose(1, 2).flatten(2)
     output = output if attention.batch_first else output.transpose(0, 1)
     whole = region.row_output(F.linear(output, attention.out_proj.weight.to_local()))
@@ -181,6 +173,26 @@ def attend_multihead(
         whole = whole.squeeze(0 if attention.batch_first else 1)
         weights = None if weights is None else weights.squeeze(0)
     return whole, weights
+
+
+def _attend(
+    attention: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    region: ReplicatedRegion,
+    *,
+    need_weights: bool,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of this rank's heads, `[batch, heads / ranks, length, dim]`, and the mean of all heads' weights."""
+    dropout = attention.dropout if attention.training else 0.0
+    if not need_weights:
+        return _attention(q, k, v, mask, dropout, is_causal), None
+    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    shares = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+    return shares @ v, reduce_from(shares.sum(1), region.group) / attention.num_heads
 
 
 def _projected(attention: Any, region: ReplicatedRegion, states: list[Tensor]) -> list[Tensor]:
