@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import ConfigurationError, build_strategy, full_state_dict
 from lightning_parallel.module.layer_check import Difference, LayerCheck, Wording
-from tests.models.cases import VOCABULARY, Block, Case, loader_of, next_token_loss
+from tests.data import loader_of
+from tests.models.cases import VOCABULARY, Block, Case, next_token_loss
 from tests.parity import TOLERANCE, difference, make_trainer
 
 WIDTH = 16

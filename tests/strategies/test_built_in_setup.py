@@ -9,8 +9,10 @@ import pytest
 from torch import Tensor
 
 from lightning_parallel import ConfigurationError, build_strategy, full_state_dict
-from tests.models.cases import GPT, loader_of, next_token_loss, optimizer_of
-from tests.parity import TOLERANCE, difference, make_trainer, num_readers
+from tests.data import loader_of
+from tests.models.cases import GPT, next_token_loss, optimizer_of
+from tests.names import num_readers
+from tests.parity import TOLERANCE, difference, make_trainer
 
 
 class BuiltInSetup(L.LightningModule):
