@@ -19,7 +19,6 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -117,19 +116,6 @@ def handles_unscaling(optimizer: Optimizer) -> bool:
     `_optimizer_handles_unscaling`, since 1.9; waits for a public name.
     """
     return _optimizer_handles_unscaling(optimizer)
-
-
-def random_states() -> dict[str, Any]:
-    """The states of all generators of random numbers in this process.
-
-    `_collect_rng_states`, since 1.6; the public `isolate_rng` puts them back once only.
-    """
-    return _collect_rng_states(include_cuda=True)
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    """Put `random_states` back, as often as needed. `_set_rng_states`, since 1.6; as there."""
-    _set_rng_states(states)
 
 
 # Process groups -----------------------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_parallel import _lightning
 from lightning_parallel.callbacks.strategy_protocol import replica_devices
 from lightning_parallel.module.object_state import CONTAINERS, Numbers, ObjectState
+from lightning_parallel.ranks.dtensors import local_of
 from lightning_parallel.ranks.random_streams import RandomState
 from lightning_parallel.techniques.sharding import reshard_units
 
@@ -119,7 +119,7 @@ def _is_plain(name: str, value: Any) -> bool:
 def _local_tensors(module: nn.Module) -> list[Tensor]:
     reshard_units(module)
     tensors = [*module.parameters(), *module.buffers()]
-    return [t.to_local().detach() if isinstance(t, DTensor) else t.detach() for t in tensors]
+    return [local_of(tensor).detach() for tensor in tensors]
 
 
 def _optimizer_state(optimizer: Optimizer) -> tuple[dict[Tensor, dict[str, Any]], list[dict[str, Any]]]:

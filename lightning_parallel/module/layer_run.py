@@ -18,6 +18,7 @@ from lightning_parallel import _torch
 from lightning_parallel.module.dry_run import side_effects_undone
 from lightning_parallel.module.kv_cache import is_cache
 from lightning_parallel.module.object_state import Contents
+from lightning_parallel.ranks.dtensors import full_of, local_of
 
 HIDDEN_STATES = "hidden states"
 """The name of what a layer is given first; of a parameter it is the parameter's own."""
@@ -79,7 +80,7 @@ def _copy(tensor: Any, *, doubles: bool) -> Any:
 
 def _noticeable(tensor: Tensor) -> Tensor:
     """`tensor`, or a wave in the place of one that is next to zero; the same on each rank that has the same part."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor)
     if (
         not (local.is_floating_point() and local.numel())
         or local.is_meta
@@ -163,7 +164,7 @@ class LayerRun:
         found = torch.autograd.grad(results, inputs, waves, allow_unused=True) if results else [None] * len(inputs)
         for (name, leaf, is_of_parameter), gradient in zip(self._inputs, found, strict=True):
             value = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if gradient is None else gradient
-            self.gradients.append(Gradient(name, _whole(value).detach(), gradient is not None, is_of_parameter))
+            self.gradients.append(Gradient(name, full_of(value).detach(), gradient is not None, is_of_parameter))
         self._leaves, self._inputs = [], []  # they hold the graph, and copies of the parameters
 
 
@@ -194,7 +195,3 @@ def _attributes(layer: nn.Module) -> list[Any]:
 
 def _floats(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def _whole(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
