@@ -1,4 +1,4 @@
-"""Callbacks that hold under every strategy. Layer 4."""
+"""Callbacks that work under every strategy."""
 
 from lightning_parallel.callbacks.averaging import ExponentialMovingAverage
 from lightning_parallel.callbacks.batch_size import BatchSizeFinder

@@ -100,7 +100,7 @@ class ExponentialMovingAverage(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        # On every rank, as each of these is a gather; only rank 0 writes the file, so only it keeps whole tensors.
+        # Each of these is a gather on every rank. Only rank 0 writes the file, so only it keeps whole tensors.
         average = {}
         for name, shard in self._average.items():
             gathered = whole(shard)
@@ -150,7 +150,7 @@ class ExponentialMovingAverage(Callback):
     @override
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        # What thaws now had one value up to this step, and that is its average.
+        # A parameter that is unfrozen now has had one value up to this step, which is its average.
         if self._average:
             for name, parameter in _parameters(pl_module).items():
                 if parameter.requires_grad and name not in self._average:

@@ -1,4 +1,4 @@
-"""How many samples one optimizer step takes: the loader's batch, the ranks that read, the microsteps."""
+"""The number of samples of one optimizer step: the loader's batch, the ranks that read, the microsteps."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def num_readers(trainer: Trainer) -> int:
 
 
 def early_loaders(trainer: Trainer) -> tuple[Any, list[str]]:
-    """The training loaders as they can be had before the module's `setup` has run, and why they cannot.
+    """The training loaders, if they are available before the module's `setup` has run.
 
-    Lightning asks the source again when training begins, so random numbers drawn here are given back.
+    Lightning asks the source again when training begins, so the random state is restored here.
 
     Args:
         trainer: In `Callback.setup` of a fit. A data module's own `setup` has run by then.
 
     Returns:
-        The loader, or the collection of loaders, or ``None``; and what speaks against it.
+        The loader or the collection of loaders, ``None`` if it is not available; and the reasons.
     """
     source = _lightning.training_source(trainer)
     if isinstance(source.instance, LightningModule):
@@ -77,7 +77,7 @@ def early_loaders(trainer: Trainer) -> tuple[Any, list[str]]:
 
 
 def batch_size_of(loaders: object, given: int | None) -> tuple[int, list[str]]:
-    """The samples that one rank reads for one microstep, and what speaks against it.
+    """The samples that one rank reads for one microstep, and the reasons if they are not known.
 
     Args:
         loaders: The training loader or a collection of loaders; ``None`` where they are not known yet.
@@ -95,7 +95,7 @@ def batch_size_of(loaders: object, given: int | None) -> tuple[int, list[str]]:
 
 
 def _own_batch_size(loaders: object) -> tuple[int | None, str]:
-    """What the loader says, or why it says nothing; neither for ``None``."""
+    """The batch size of the loader, or the reason why it has none; neither for ``None``."""
     if loaders is None:
         return None, ""
     collection = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")

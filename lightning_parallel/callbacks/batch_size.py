@@ -52,7 +52,7 @@ class BatchSizeFinder(Callback):
         memory_limit: Bytes for each rank; by default what the device has left for torch, or an equal share of the host.
         margin: The share of the limit that stays free, in ``[0, 1)``.
         measure: Device -> the most bytes this rank held there since the last call; called before and after each trial.
-            By default what `memory.peak_memory` says.
+            By default `memory.peak_memory`.
 
     Raises:
         ConfigurationError: For settings out of range, a batch size that nothing reads, and a model that does not fit.
@@ -84,7 +84,7 @@ class BatchSizeFinder(Callback):
         self._num_ranks = 1
         self._loaded_sizes: dict[int, tuple[int, ...]] = {}
         self.batch_size: int | None = None
-        """What was found, or restored."""
+        """The size that was found, or restored from a checkpoint."""
         self.peaks: dict[int, float] = {}
         """Size of each trial -> bytes of the rank that took most, infinite if it did not fit."""
 

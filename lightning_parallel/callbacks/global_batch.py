@@ -68,7 +68,7 @@ class GlobalBatch(Callback):
 
     @staticmethod
     def _known_loaders(trainer: Trainer) -> object:
-        """What was given to `fit`; what a module makes is looked at when training begins."""
+        """The loaders given to `fit`; those that a module makes are checked when training begins."""
         source = _lightning.training_source(trainer)
         return None if source.is_module() else source.instance
 
@@ -126,7 +126,7 @@ def _other_accumulation(trainer: Trainer, module: LightningModule) -> list[str]:
 
 
 def _size_violations(size: int, microstep: Microstep, *, in_backward: bool) -> list[str]:
-    """What was given, and which sizes, batch sizes and numbers of ranks there are near it."""
+    """A violation that names the nearest possible sizes, batch sizes and numbers of ranks."""
     samples = microstep.num_samples
     if size % samples == 0:
         return _in_backward_violations(size, microstep) if in_backward and size > samples else []

@@ -168,7 +168,7 @@ class _ScaledUpdates:
 
     Args:
         optimizer: Its groups have ``"lr"``, a number or a tensor.
-        factor: From the number of updates made so far to what the rates are multiplied by.
+        factor: Maps the number of updates made so far to the factor of the rates.
         num_updates: The updates made before, in an earlier fit.
     """
 
@@ -274,7 +274,7 @@ def _ramp_violations(warmup_epochs: float, warmup_steps: int | None) -> list[str
 
 
 def _update_violations(trainer: Trainer, optimizers: list[Any]) -> list[str]:
-    """Why updates of these optimizers cannot be scaled by hooks on their steps."""
+    """Reasons why updates of these optimizers cannot be scaled by hooks on their steps."""
     found = []
     if updates_in_backward(trainer):
         found.append(

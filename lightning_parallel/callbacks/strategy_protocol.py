@@ -1,4 +1,4 @@
-"""What callbacks ask a strategy: answered by those of this package, with an answer for those of Lightning."""
+"""Properties of a strategy that callbacks read, with defaults for strategies of Lightning."""
 
 from __future__ import annotations
 
@@ -38,7 +38,12 @@ class PlannedSteps(Protocol):
 
 
 def refuse(trainer: Trainer, violations: Sequence[str]) -> None:
-    """Raise a ConfigurationError with all `violations`, in words on rank 0 only where the strategy can do that."""
+    """Raise a ConfigurationError with all `violations`, in words on rank 0 only where the strategy can do that.
+
+    Args:
+        trainer: The trainer, which has the strategy.
+        violations: Reasons; nothing happens without any.
+    """
     strategy = trainer.strategy
     strategy.refuse(list(violations)) if isinstance(strategy, PlannedSteps) else check(violations)
 

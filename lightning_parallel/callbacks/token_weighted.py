@@ -175,9 +175,9 @@ class TokenWeighted(Callback):
 
 
 class LossObserver(TorchFunctionMode):
-    """Notes over how many targets each cross-entropy averages, while it is entered.
+    """Record over how many targets each cross-entropy averages, while it is entered.
 
-    A mode of functions sees calls under every spelling, also ``from torch.nn.functional import cross_entropy``.
+    A function mode sees every call, also of ``from torch.nn.functional import cross_entropy``.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ def _averaged_over(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """What a mean cross-entropy divides by; ``None`` if it is no mean. The arguments are those of `cross_entropy`."""
+    """The divisor of a mean cross-entropy; ``None`` if it is no mean. The arguments are those of `cross_entropy`."""
     if reduction != "mean" or size_average is False or reduce is False:
         return None
     if target.is_floating_point():  # probabilities of classes: the mean is over the samples
@@ -221,7 +221,7 @@ def _averaged_over(
 
 
 class _Window:
-    """What is known of the microsteps since the last update."""
+    """Token counts and losses of the microsteps since the last update."""
 
     def __init__(self) -> None:
         self.tokens: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Train a few steps and leave no trace: what a search before training needs."""
+"""Train a few steps and restore everything afterwards, for searches before training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
 
 def run_steps(trainer: Trainer, steps: int) -> None:
-    """Take `steps` optimizer steps as an epoch would, from the loader that the trainer has."""
+    """Take optimizer steps as an epoch would, from the loader that the trainer has.
+
+    Args:
+        trainer: The trainer, in `on_fit_start`, with a loader.
+        steps: Number of optimizer steps.
+    """
     module, epoch_loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
     fetcher = _lightning.training_fetcher(trainer)
     assert fetcher is not None
@@ -45,7 +50,7 @@ def run_steps(trainer: Trainer, steps: int) -> None:
 
 @contextlib.contextmanager
 def isolated(trainer: Trainer) -> Iterator[None]:
-    """While this is open, the trainer has no callbacks, loggers and schedules, and counts for itself."""
+    """Give the trainer no callbacks, loggers and schedules here, and progress counters of its own."""
     epoch_loop, strategy = trainer.fit_loop.epoch_loop, trainer.strategy
     optimization = (epoch_loop.automatic_optimization, epoch_loop.manual_optimization)
     replaced: list[tuple[Any, str, Any]] = [
@@ -76,7 +81,7 @@ def isolated(trainer: Trainer) -> Iterator[None]:
 
 
 class TrainingState:
-    """What steps change, copied to host memory: shards as shards, so a rank copies its share only."""
+    """A copy in host memory of everything that steps change: shards as shards, so a rank copies its share only."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

@@ -1,1 +1,1 @@
-"""The command line. Layer 7."""
+"""The command line."""

@@ -1,4 +1,4 @@
-"""Which accelerators this machine has, and whether the ones asked for are among them."""
+"""The accelerators of this machine, and a check that those asked for are among them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def visible_devices() -> list[str]:
 
 
 def device_violations(accelerator: Any, devices: Any) -> list[str]:
-    """Why `Trainer(accelerator=..., devices=...)` asks for devices that are not there; empty if they are.
+    """Reasons why `Trainer(accelerator=..., devices=...)` asks for devices that are not there; empty if they are.
 
     Args:
         accelerator: As given to the Trainer, by name.

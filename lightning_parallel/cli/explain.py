@@ -26,9 +26,9 @@ _MOST_WHOLE = 8
 
 
 def explain(trainer: Trainer, module: LightningModule) -> str:
-    """What ``trainer.fit(module)`` would do, as a text; starts no process, and changes neither.
+    """Describe what ``trainer.fit(module)`` would do; starts no process, and changes neither.
 
-    What `configure_model` builds is built in a copy: on the meta device, where `fit` would build it there.
+    `configure_model` runs on a copy of the module: on the meta device, if `fit` would run it there.
 
     Args:
         trainer: With the strategy and the number of devices.
@@ -176,9 +176,9 @@ def _collectives(stack: Stack, splits: Sequence[MapSplit], *, sequence: bool) ->
 
 
 def _sent(splits: Sequence[MapSplit], *, sequence: bool) -> str:
-    """What the branches of a layer send: each ends with a sum over the ranks, and begins with one in backward.
+    """Count the collectives of a layer's branches: a sum over the ranks at the end of each, in backward at its start.
 
-    Where positions are split between branches, sums are scattered, and what a branch begins with is gathered.
+    Where positions are split between branches, sums are scattered and inputs of branches are gathered.
     """
     branches = [split.name for split in splits if split.closes_branch]
     if not branches:

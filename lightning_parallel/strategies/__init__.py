@@ -1,1 +1,1 @@
-"""Lightning's edge: strategies and their precision plugins. Lifecycle only. Layer 4."""
+"""Lightning strategies and their precision plugins: lifecycle only."""

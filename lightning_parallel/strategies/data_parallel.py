@@ -128,7 +128,7 @@ class DataParallelStrategy(PlannedStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning's question whether to give each rank other samples: there is one rank."""
+        """Whether Lightning should give each rank other samples: there is one rank."""
         return False
 
     @property
@@ -184,7 +184,7 @@ class DataParallelStrategy(PlannedStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """One process waits for nobody."""
+        """Do nothing: there is one process."""
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:

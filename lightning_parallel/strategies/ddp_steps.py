@@ -54,18 +54,22 @@ class DDPSteps(StepHooks):
     def unwrap(self) -> None:
         """Let Lightning call the module itself again."""
         self._set_model(self._module)
-        if not self._has_own_forward:  # Lightning leaves a bound method there, which copies of the module share
+        # Lightning's redirection of forward leaves a bound method on the module, which copies of it would share.
+        if not self._has_own_forward:
             vars(self._module).pop("forward", None)
 
     @override
     def begin(self) -> None:
         trainable = _trainable(self._module)
-        # Under manual optimization, a step freezes the parameters of the other optimizers for a while.
+        # Under manual optimization, a step freezes the parameters of the other optimizers for a while: those that are
+        # trainable may be fewer than DDP reduces, but no others.
         is_automatic = self._module.automatic_optimization
         is_other = trainable != self._reduced if is_automatic else not trainable <= self._reduced
         if is_other and self._module.training:
-            self.before_update()  # what is frozen in the middle of a window is reduced by nobody afterwards
-            self._wrap_again()  # DDP reduces what was trainable when it was made, and waits for all of it
+            # DDP reduces the parameters that were trainable when it was made, and waits for all of them. The new one
+            # would not reduce gradients held for parameters that are frozen now, so they are reduced before.
+            self.before_update()
+            self._wrap_again()
 
     @override
     @contextlib.contextmanager
@@ -73,11 +77,13 @@ class DDPSteps(StepHooks):
         if self._policies.accumulation_sync == "every":
             yield
             return
+        # Both: DDP reduces no bucket here, and the window notes that there is something left to reduce.
         with self._window.held(), self._wrapped.no_sync():
             yield
 
     @override
     def before_backward(self, loss: Tensor) -> None:
+        # DDP prepares its reducer at the end of forward, which under manual optimization comes after backward.
         if not self._module.automatic_optimization:
             prepare_for_backward(self._wrapped, loss)
 
@@ -87,7 +93,7 @@ class DDPSteps(StepHooks):
 
     @override
     def before_update(self) -> None:
-        """Reduce what was held: manual optimization may step without a backward in which DDP would have reduced."""
+        """Reduce gradients that were held: manual optimization may step without a backward in which DDP reduces."""
         if self._window.take_rest():
             assert dist.group.WORLD is not None
             reduce_gradients(list(self._module.parameters()), dist.group.WORLD)

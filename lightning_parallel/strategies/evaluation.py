@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def inference_mode_left(trainer: Trainer) -> Iterator[None]:
-    """In here, the loops of `trainer` evaluate under `no_grad`.
+    """Let the loops of `trainer` evaluate under `no_grad` here.
 
     FSDP2 allocates its gathered parameters in the first forward. Made under `inference_mode` they are inference tensors
     for good, and break that forward and the next training step. Lightning falls back to `no_grad` on gloo only.

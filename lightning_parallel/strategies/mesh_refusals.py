@@ -154,7 +154,11 @@ def _context_violations(degrees: Degrees, policies: Policies) -> list[str]:
 def idle_violations(given: Degrees, options: Mapping[str, Sequence[str]]) -> list[str]:
     """Options that belong to a degree which is given as 1, so that they would be ignored.
 
-    A degree that is 1 for want of devices is none: with more of them, the same options have an effect.
+    Not for a degree that is 1 because there are too few devices: with more of them, the options have an effect.
+
+    Args:
+        given: The degrees as given, not resolved.
+        options: Degree -> the options that belong to it, in words.
     """
     return [
         f"{option} is for {degree} > 1, but {degree}=1; leave it out, or give {degree}=2 or more"
@@ -165,7 +169,7 @@ def idle_violations(given: Degrees, options: Mapping[str, Sequence[str]]) -> lis
 
 
 def unshardable_violations(module: LightningModule) -> list[str]:
-    """Reasons that lie in what sharding does: other parameter objects stand in the place of the module's own."""
+    """Reasons that follow from sharding, which replaces the parameter objects of the module."""
     found = []
     hooked = [name for name, p in module.named_parameters() if p._backward_hooks or getattr(p, _POST_ACCUMULATE, None)]
     if hooked:
@@ -203,7 +207,12 @@ def _kept_elsewhere(module: nn.Module) -> list[str]:
 
 
 def forward_method_violations(module: nn.Module, methods: Iterable[str]) -> list[str]:
-    """Reasons that lie in `forward_methods`."""
+    """Reasons that lie in `forward_methods`.
+
+    Args:
+        module: The user's module.
+        methods: Dotted paths of methods.
+    """
     found = []
     for method in methods:
         path, _, name = method.rpartition(".")
@@ -217,7 +226,12 @@ def forward_method_violations(module: nn.Module, methods: Iterable[str]) -> list
 
 
 def in_backward_violations(module: LightningModule, *, offloads_optimizer: bool) -> list[str]:
-    """Reasons that lie in updating parameters while backward still runs."""
+    """Reasons that lie in updating parameters while backward still runs.
+
+    Args:
+        module: The user's module; without a Trainer there are none.
+        offloads_optimizer: Whether optimizer state waits in host memory between updates.
+    """
     trainer: Any = _lightning.attached_trainer(module)
     if trainer is None:
         return []

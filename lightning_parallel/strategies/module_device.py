@@ -1,4 +1,4 @@
-"""What a LightningModule knows of its device besides its parameters and buffers."""
+"""The device attributes of a LightningModule, besides its parameters and buffers."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ _UNSHARDABLE: dict[type[Optimizer], str] = {
 def adopt_optimizers(
     optimizers: Sequence[Optimizer], module: nn.Module, replaced: Mapping[Tensor, Tensor] | None = None
 ) -> None:
-    """Let `optimizers` train what stands in the place of the module's parameters now.
+    """Let `optimizers` train the parameters that the module has now.
 
     Args:
         optimizers: As the module made them; changed in place.
         module: The module as it is now.
-        replaced: The module's own parameter -> what stands in its place.
+        replaced: The module's own parameter -> the tensor that has replaced it.
 
     Raises:
         ConfigurationError: For an optimizer that trains tensors which are no parameters of the module: nobody reduces
@@ -58,7 +58,7 @@ def _strangers(optimizers: Sequence[Optimizer], module: nn.Module) -> list[str]:
 
 
 def _separate_mixed_groups(optimizer: Optimizer) -> None:
-    """Torch's fused and foreach steps take no parameters of several meshes, or of none: step one by one there."""
+    """Step parameters of mixed groups one by one: torch's fused and foreach steps take those of one mesh only."""
     for group in optimizer.param_groups:
         kinds = {p.device_mesh if isinstance(p, DTensor) else None for p in group["params"] if not is_placeholder(p)}
         given = [name for name in ("foreach", "fused") if group.get(name)]

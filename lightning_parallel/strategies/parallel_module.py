@@ -1,4 +1,4 @@
-"""A module while it is parallel: what was applied to it, its steps, and its pipeline if it has one."""
+"""A module while it is parallel: its plan, its steps, and its pipeline if it has one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,12 @@ class ParallelModule:
         )
 
     def attach(self, optimizers: Sequence[Optimizer], handed_out: Sequence[object]) -> None:
-        """Let `optimizers` step as the policies say, and the steps of the module run through its pipeline."""
+        """Let `optimizers` step as the policies say, and the steps of the module run through its pipeline.
+
+        Args:
+            optimizers: The user's.
+            handed_out: Lightning's wrappers that the module sees in their place.
+        """
         self._optimizers = optimizers
         self.steps.adopt(optimizers, handed_out)
         self._attach_pipeline()
@@ -82,7 +87,7 @@ class ParallelModule:
             self._pipelined.attach(self.current.plan.policies.step_methods, looked_at)
 
     def _cut_again(self, placement: Placement) -> PipelinedModule:
-        """Cut the module again, by what a trace of a step has shown. A collective."""
+        """Cut the module again, according to the trace of a step. A collective."""
         assert self._pipelined is not None
         looked_at = self._pipelined.detach()
         too_large = self.is_too_large
@@ -127,7 +132,7 @@ class ParallelModule:
                 sync.revert(self._module)
 
     def _make_plain(self) -> bool:
-        """Whether the module is plain now: a rank may not be able to hold it."""
+        """Make the module plain. False if it stays as it is, too large for the memory of one rank."""
         is_changed = bool(self.current.replaced()) or self.current.cut is not None
         if is_changed and self.is_too_large:
             size, share = _module_bytes(self._module), self._share_of_host_memory

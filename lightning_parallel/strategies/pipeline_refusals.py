@@ -1,4 +1,4 @@
-"""Why a module or a combination of options cannot be pipelined: every reason at once, before anything starts."""
+"""Reasons why a module cannot be pipelined: all at once, before anything starts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,14 @@ def pipelined_module_violations(module: LightningModule) -> list[str]:
 def misplaced_violations(
     module: LightningModule, parallelized: Parallelized, placement: Placement, *, is_too_large: bool
 ) -> list[str]:
-    """Why parameters that are used elsewhere than their registration says cannot be moved; empty if they can."""
+    """Reasons why parameters cannot be moved to the stages that use them; empty if they can.
+
+    Args:
+        module: The user's module.
+        parallelized: The record of how it is cut.
+        placement: The stages that use each parameter, from the trace of a step.
+        is_too_large: Whether a rank cannot hold the whole module, which cutting it again takes.
+    """
     if not is_too_large:
         return []
     plan = parallelized.plan.pipeline

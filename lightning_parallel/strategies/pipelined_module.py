@@ -1,4 +1,4 @@
-"""Run Lightning's steps through a pipeline: what a step returns and logs is that of the whole batch, on every rank."""
+"""Run Lightning's steps through a pipeline; every rank returns and logs the values of the whole batch."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ _TIMES = "the time of layers"
 
 
 class PipelinedModule:
-    """Stands in for the step methods of a module whose stack is cut, until `detach`.
+    """Replacements for the step methods of a module whose stack is cut, until `detach`.
 
     Args:
         module: The module.
-        parallelized: How it is cut.
-        steps: What happens around its steps.
+        parallelized: The record of how it is cut.
+        steps: The calls around its steps.
         device: This rank's device.
-        loss_scale: By what losses are multiplied before backward.
-        place_again: Takes what a look at a step has shown, if the module has to be cut anew; it replaces this object.
+        loss_scale: Returns the factor of losses before backward.
+        place_again: Cuts the module again by the trace of a step, and returns the object that replaces this one.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PipelinedModule:
         self._microsteps: dict[str, _Microstep] = {}
 
     def attach(self, names: Sequence[str], looked_at: set[str] | None = None) -> None:
-        """Stand in for the step methods `names`, of which those in `looked_at` need no second look."""
+        """Replace the step methods `names`; those in `looked_at` were traced before and need no second trace."""
         self._looked_at = looked_at or set()
         for name in names:
             self._own[name] = self._module.__dict__.get(name)
@@ -93,7 +93,7 @@ class PipelinedModule:
             self._module.__dict__[name] = run
 
     def detach(self) -> set[str]:
-        """Give the module its own methods back; returns what was looked at."""
+        """Give the module its own methods back; return the names of the traced ones."""
         for name, own in self._own.items():
             self._module.__dict__.pop(name, None)
             if own is not None:
@@ -101,7 +101,7 @@ class PipelinedModule:
         return self._looked_at
 
     def run(self, name: str, batch: Any, *args: Any) -> Any:
-        """The step `name` on a whole batch. A collective of the pipeline."""
+        """Run the step `name` on the whole `batch` of this rank. A collective of the pipeline."""
         size = batch_size_of(batch)
         count = self._counts.in_training(size) if name == TRAINING else self._counts.in_evaluation(size)
         parts = cut_batch(batch, size, count)
@@ -111,7 +111,7 @@ class PipelinedModule:
             seed = _next_seed()
             with unchanged_generators(self._device):
                 return self._train(parts, args, seed, size // count)
-        # One process draws nothing in most evaluations, and the next epoch is shuffled by what comes next.
+        # Most evaluations draw no numbers in one process, and shuffling the next epoch draws the next ones.
         with unchanged_generators(self._device):
             self._num_evaluated += 1
             seed = seed_of_part(_next_seed(), self._num_evaluated << 20)
@@ -194,7 +194,7 @@ class PipelinedModule:
     # How the module is to be cut --------------------------------------------------------------------------------
 
     def _better_placement(self, name: str, part: Any, args: Any) -> Placement | None:
-        """What a first look at the step shows, if the module has to be cut anew for it. A collective."""
+        """The placement that the first trace of the step shows, if the module has to be cut again. A collective."""
         if name not in self._looked_at:
             self._looked_at.add(name)
             if (positions := self._misplaced(name, part, args)) is not None:
@@ -219,7 +219,7 @@ class PipelinedModule:
             _loss_in(output)
 
     def _measured(self, part: Any, args: Any) -> StepCosts:
-        """What layers take in a training step on a microbatch, without backward. A collective."""
+        """Times of the layers in a training step on a microbatch, without backward. A collective."""
         clock = StepClock(self._cut.plan.stages, self._device)
 
         def forward(stage: int, microbatch: int, received: Passed | None) -> Passed | None:
@@ -241,7 +241,7 @@ class PipelinedModule:
 
 
 def loss_scale(precision: Precision) -> float:
-    """By what `precision` multiplies losses before backward."""
+    """The factor by which `precision` multiplies losses before backward."""
     scaler = getattr(precision, "scaler", None)
     return float(scaler.get_scale()) if scaler is not None else 1.0
 
@@ -253,7 +253,7 @@ def _loss_in(output: Any) -> Tensor:
 
 
 class _Microstep:
-    """A step method on a microbatch; left by a stage that is not the last one."""
+    """A step method on a microbatch; a stage that is not the last one leaves it early."""
 
     def __init__(self, step: Callable[..., Any], check_end: Callable[[], None]) -> None:
         self.step = step

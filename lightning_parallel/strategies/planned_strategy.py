@@ -1,4 +1,4 @@
-"""Strategies that plan what will be done to a module: refusals, the plan, and Lightning's hooks around a step."""
+"""Strategies that plan the changes to a module: refusals, the plan, and Lightning's hooks around a step."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _BUILDERS = ("configure_model", "setup")
 
 
 class PlannedStrategy(ParallelStrategy):
-    """A strategy that plans what will be done to a module, and refuses what cannot be done before it begins.
+    """A strategy that plans the changes to a module, and refuses impossible ones before it begins.
 
     Args:
-        policies: The rules, but for what belongs to a module.
+        policies: The rules, without those that depend on the module.
     """
 
     def __init__(self, policies: Policies) -> None:
@@ -90,7 +90,7 @@ class PlannedStrategy(ParallelStrategy):
         return Degrees(replicate=self.num_nodes * self.num_processes or 1, shard=1)
 
     def policies_for(self, module: LightningModule) -> Policies:
-        """The rules, with what belongs to `module`."""
+        """The rules, with those that depend on `module`."""
         steps = tuple(name for name in STEP_METHODS if is_overridden(name, module))
         return replace(self._policies, step_methods=steps, backward_in_step=not module.automatic_optimization)
 
@@ -109,7 +109,12 @@ class PlannedStrategy(ParallelStrategy):
         return []
 
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
-        """Reasons that lie in the module; known before processes start where the module is built by then."""
+        """Reasons that lie in the module; known before processes start where the module is built by then.
+
+        Args:
+            module: The user's module.
+            is_fitting: Whether it is to be trained.
+        """
         return module_violations(module, is_fitting=is_fitting, record=self._deferral.record)
 
     def refuse(self, violations: list[str]) -> None:
@@ -184,6 +189,8 @@ class PlannedStrategy(ParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        # Between the closure (forward and backward of the last microstep) and the update, both of which run inside the
+        # optimizer's step.
         def closure_then_reduce() -> Any:
             result = closure()
             self.steps.before_update()
@@ -210,7 +217,8 @@ class PlannedStrategy(ParallelStrategy):
         result = super().predict_step(*args, **kwargs)
         self.steps.after_evaluation()
         if self.steps.lags_behind():
-            super().predict_step(*args, **kwargs)  # the other ranks gather parameters for one batch more
+            # Once more with the same batch, whose result is dropped: the other ranks gather parameters for one more.
+            super().predict_step(*args, **kwargs)
             self.steps.after_evaluation()
         return result
 

@@ -1,4 +1,4 @@
-"""What every strategy with one process a device shares: refusals before launch, the process group, collectives."""
+"""The base of strategies with one process a device: refusals before launch, the process group, collectives."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ProcessGroupStrategy(PlannedStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning's question whether to give each rank other samples."""
+        """Whether Lightning should give each rank other samples."""
         return True
 
     @property
@@ -165,7 +165,7 @@ class ProcessGroupStrategy(PlannedStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        # Without a group, LightningModule.all_gather names that of the process. Ranks that share samples count once.
+        # LightningModule.all_gather passes the group of all ranks by default. Ranks that share samples count once.
         if group not in (None, dist.group.WORLD) or self.data_group is dist.group.WORLD:
             return super().all_gather(tensor, group, sync_grads)
         # torch's gather has a backward only for all ranks of the process.
@@ -238,7 +238,7 @@ class ProcessGroupStrategy(PlannedStrategy):
 
 
 class _CheckingLauncher(_lightning.SubprocessLauncher):
-    """Lightning's launcher, which starts no process for a module that will be refused."""
+    """Lightning's launcher, with a check of the module before any process starts."""
 
     def __init__(self, strategy: ProcessGroupStrategy) -> None:
         assert strategy.cluster_environment is not None

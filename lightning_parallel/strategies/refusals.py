@@ -1,4 +1,4 @@
-"""Why a strategy cannot run on these devices or with this module: every reason at once, before anything starts."""
+"""Reasons why a strategy cannot run on these devices or with this module: all at once, before anything starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,15 @@ if TYPE_CHECKING:
 def device_violations(
     *, num_ranks: int, num_nodes: int, device_type: str, syncs_batchnorm: bool, backend: str | None
 ) -> list[str]:
-    """Reasons that lie in the devices and in what the Trainer was given."""
+    """Reasons that lie in the devices and in the arguments of the Trainer.
+
+    Args:
+        num_ranks: Devices times nodes.
+        num_nodes: Number of machines.
+        device_type: The type of the ranks' devices, such as ``"cuda"``.
+        syncs_batchnorm: Whether ``sync_batchnorm=True`` was given.
+        backend: The backend of the process group, if one was given.
+    """
     found = []
     if dist.is_initialized() and dist.get_world_size() != num_ranks:
         found.append(
@@ -52,7 +60,13 @@ def device_violations(
 
 
 def module_violations(module: LightningModule, *, is_fitting: bool, record: InitRecord | None = None) -> list[str]:
-    """Reasons that lie in the module."""
+    """Reasons that lie in the module.
+
+    Args:
+        module: The user's module.
+        is_fitting: Whether it is to be trained.
+        record: The record of its initialisation, if `configure_model` was recorded.
+    """
     found = []
     if is_fitting and not any(parameter.requires_grad for parameter in module.parameters()):
         count = sum(1 for _ in module.parameters())
@@ -70,7 +84,12 @@ def module_violations(module: LightningModule, *, is_fitting: bool, record: Init
 
 
 def sharded_elsewhere_violations(strategy: object, module: nn.Module) -> list[str]:
-    """Reasons that lie in what an earlier strategy left: a module too large to be made whole on every rank."""
+    """Reasons that an earlier strategy left: a module that is still sharded, split or cut.
+
+    Args:
+        strategy: The strategy that needs it whole.
+        module: The user's module.
+    """
     if not _is_left_parallel(module):
         return []
     return [
@@ -81,12 +100,17 @@ def sharded_elsewhere_violations(strategy: object, module: nn.Module) -> list[st
 
 
 def _is_left_parallel(module: nn.Module) -> bool:
-    # Without other ranks to share with, what is cut into stages or split is no unit of FSDP2.
+    # A module that is only cut into stages or split has no units of FSDP2.
     return is_sharded(module) or parallelized(module) is not None
 
 
 def layer_policy_violations(policies: LayerPolicies, device: torch.device) -> list[str]:
-    """Reasons that lie in what is to be done to each layer, on this kind of device."""
+    """Reasons that lie in the policies of layers, on this kind of device.
+
+    Args:
+        policies: The changes to each layer.
+        device: This rank's device.
+    """
     return [
         *recompute_violations(policies.recompute, compiles=policies.compile == "layers"),
         *compile_violations(policies.compile),
@@ -96,10 +120,10 @@ def layer_policy_violations(policies: LayerPolicies, device: torch.device) -> li
 
 @contextlib.contextmanager
 def without_unmovable_module(strategy: Strategy) -> Iterator[None]:
-    """Lightning's teardown moves the module to the host.
+    """Hide a module that cannot be moved from Lightning's teardown, which moves it to the host.
 
-    One that was refused on the meta device has no data to move, and the shards of one whose step ended in an error are
-    held by the step's graph: torch's complaint would hide the error.
+    A module that was refused on the meta device has no data, and the graph of a step that failed still refers to the
+    shards. Moving either raises, and that error would hide the first one.
     """
     module = strategy.lightning_module
     if module is not None:

@@ -1,4 +1,4 @@
-"""Which rank reads what, where Lightning's own answer is not that of one process."""
+"""Samplers that deal out samples to ranks in the order of one process, where Lightning's do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step logs on the last stage of a pipeline, put together over microbatches and logged again on all ranks."""
+"""Logs of a step on the last stage of a pipeline, combined over microbatches and logged again on all ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StepLogs:
 
     @contextmanager
     def of(self, microbatch: int) -> Iterator[None]:
-        """In here, calls are taken; those of a stage that leaves the step are left to the last stage."""
+        """Record calls of ``self.log`` instead of logging them; a stage that leaves the step early has only some."""
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             value = value.detach() if isinstance(value, Tensor) else value
@@ -68,7 +68,7 @@ class StepLogs:
                 self._module.__dict__["log"] = own
 
     def placeholders(self) -> list[Placeholder]:
-        """What was logged that only another stage computes."""
+        """Placeholders that were logged: values that only another stage computes."""
         return placeholders_in([call.value for call in self._calls])
 
     def collected(self) -> list[_Call]:
@@ -81,7 +81,12 @@ class StepLogs:
         return [self._combined(calls) for calls in by_name.values()]
 
     def replay(self, calls: Sequence[_Call], device: torch.device) -> None:
-        """Log for real what the last stage collected."""
+        """Call the module's own ``self.log`` with the calls that the last stage collected.
+
+        Args:
+            calls: From `collected`.
+            device: This rank's device, to which values go.
+        """
         for call in calls:
             value = call.value
             if isinstance(value, _MetricRef):
@@ -116,7 +121,7 @@ class StepLogs:
 
 
 def _combination(call: _Call) -> str:
-    """How values of parts become that of the whole: as Lightning makes one of several batches."""
+    """The way in which values of microbatches become one: as Lightning combines those of several batches."""
     position = 6  # of reduce_fx, behind name and value
     given = call.kwargs.get("reduce_fx", call.args[position - 2] if len(call.args) > position - 2 else "mean")
     name = given if isinstance(given, str) else getattr(given, "__name__", "")

@@ -1,4 +1,4 @@
-"""Metrics that only the last stage of a pipeline updates: the other stages know of it, and count nothing."""
+"""Metrics that only the last stage of a pipeline updates: the other stages mark them as updated, with empty states."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class UpdatedMetric:
 
 
 class StepMetrics:
-    """Which metrics of a module a step updates.
+    """The metrics of a module that a step updates.
 
     Args:
         module: The module, before the step.
@@ -43,7 +43,7 @@ class StepMetrics:
         self._counts = {path: metric.update_count for path, metric in self._metrics.items()}
 
     def updated(self) -> list[UpdatedMetric]:
-        """What was updated since, on the stage that updates."""
+        """The metrics that were updated since this object was made; called on the stage that updates."""
         changed = {path: m for path, m in self._metrics.items() if m.update_count != self._counts[path]}
         return [
             UpdatedMetric(
@@ -56,7 +56,7 @@ class StepMetrics:
         ]
 
     def follow(self, updated: Sequence[UpdatedMetric]) -> None:
-        """Bring the metrics of another stage to where these are: updated, with nothing in them.
+        """Mark the metrics of another stage as updated, with empty states.
 
         Torchmetrics adds up the states of all ranks, and gathers lists of them only where no list is empty.
         """

@@ -20,9 +20,9 @@ _KEY = "lightning_parallel"
 
 
 class RandomStreams:
-    """Two streams a rank: one that all ranks share, and one of its own, in which training steps draw.
+    """Two streams for each rank: one that all ranks share, and one of its own, from which training steps draw.
 
-    What hooks, loaders and `configure_model` draw has to be equal on all ranks; dropout in a step must not be.
+    Hooks, loaders and `configure_model` have to draw equal numbers on all ranks; dropout in a step must not.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,14 @@ class RandomStreams:
         self._iterator: object = None
 
     def begin(self, trainer: Trainer, data_rank: int, device: torch.device) -> None:
-        """Go on with the streams of the checkpoint, or begin one for the steps of each rank that reads samples.
+        """Continue the streams of the checkpoint, or begin new ones.
 
-        With another number of ranks, only the shared stream goes on.
+        With another number of ranks, only the shared stream continues.
+
+        Args:
+            trainer: The trainer, at the start of training.
+            data_rank: This rank among those that read different samples.
+            device: This rank's device.
         """
         loaded, self._loaded = self._loaded, None
         states = loaded["states"] if loaded else []
@@ -52,7 +57,7 @@ class RandomStreams:
 
     @contextmanager
     def step(self, device: torch.device) -> Iterator[None]:
-        """In here, this rank draws from its own stream."""
+        """Let this rank draw from its own stream here."""
         if self._own is None:
             yield
             return
@@ -65,11 +70,16 @@ class RandomStreams:
             shared.restore(device)
 
     def end(self) -> None:
-        """Training has ended."""
+        """End this rank's own stream: training has ended."""
         self._own = None
 
     def continue_epoch(self, trainer: Trainer, device: torch.device) -> None:
-        """Before a batch: the first after a resume goes on where the one after the checkpoint did."""
+        """Call it before a batch: the first one after a resume draws as the one after the checkpoint did.
+
+        Args:
+            trainer: The trainer.
+            device: This rank's device.
+        """
         if not self._has_resumed:
             return
         if self._rest is not None:
@@ -79,7 +89,13 @@ class RandomStreams:
         self._has_resumed, self._rest, self._iterator = False, None, None
 
     def add_to(self, checkpoint: dict[str, Any], trainer: Trainer, device: torch.device) -> None:
-        """Note the state of all ranks in a checkpoint of a fit. A collective."""
+        """Add the state of all ranks to a checkpoint of a fit. A collective.
+
+        Args:
+            checkpoint: Changed in place, on rank 0.
+            trainer: The trainer.
+            device: This rank's device.
+        """
         if not dist.is_initialized() or "loops" not in checkpoint or self._own is None:
             return
         is_first = dist.get_rank() == 0
@@ -89,7 +105,7 @@ class RandomStreams:
         checkpoint[_KEY] = {"states": states or [], "is_in_epoch": is_in_epoch}
 
     def take_from(self, checkpoint: Mapping[str, Any]) -> None:
-        """Remember what a checkpoint says, until training begins."""
+        """Keep the states of a checkpoint until training begins."""
         self._loaded = checkpoint.get(_KEY)
 
 
