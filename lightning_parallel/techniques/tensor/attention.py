@@ -156,19 +156,14 @@ def attend_multihead(
         raise ConfigurationError(
             ["nn.MultiheadAttention with average_attn_weights=False is not split; give need_weights=False"]
         )
-    is_batched = query.ndim == 3
-    states = [query, key, value]
+    is_batched, states = query.ndim == 3, [query, key, value]
     if not is_batched:
         states = [each.unsqueeze(0 if attention.batch_first else 1) for each in states]
     q, k, v = _projected(attention, region, states)
     is_causal = is_causal and key_padding_mask is None and not need_weights  # the same condition as in torch
     mask = None if is_causal else _merged(attn_mask, key_padding_mask, q, attention.num_heads, region.group)
     output, weights = _attend(attention, q, k, v, mask, region, need_weights=need_weights, is_causal=is_causal)
-    output = output.transpose(1, 2).flatten(2)
-    output = output if attention.batch_first else output.transpose(0, 1)
-    whole = region.row_output(F.linear(output, attention.out_proj.weight.to_local()))
-    if attention.out_proj.bias is not None:
-        whole = whole + attention.out_proj.bias.to(whole.dtype)
+    whole = _project_out(attention, output, region)
     if not is_batched:
         whole = whole.squeeze(0 if attention.batch_first else 1)
         weights = None if weights is None else weights.squeeze(0)
@@ -193,6 +188,16 @@ def _attend(
     scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
     shares = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
     return shares @ v, reduce_from(shares.sum(1), region.group) / attention.num_heads
+
+
+def _project_out(attention: Any, output: Tensor, region: ReplicatedRegion) -> Tensor:
+    """Hidden states from this rank's heads, `[batch, heads / ranks, length, dim]`. One collective."""
+    output = output.transpose(1, 2).flatten(2)
+    output = output if attention.batch_first else output.transpose(0, 1)
+    whole = region.row_output(F.linear(output, attention.out_proj.weight.to_local()))
+    if attention.out_proj.bias is not None:
+        whole = whole + attention.out_proj.bias.to(whole.dtype)
+    return whole
 
 
 def _projected(attention: Any, region: ReplicatedRegion, states: list[Tensor]) -> list[Tensor]:
