@@ -46,10 +46,10 @@ SubprocessLauncher = _SubprocessScriptLauncher
 """Starts the script once more for each further rank; since 1.6, waits for a public name."""
 
 Progress = _BaseProgress
-"""What loops count with; since 2.0, waits for a public way to set a loop back."""
+"""Counters of loops; since 2.0, waits for a public way to set a loop back."""
 
 ResultCollection = _ResultCollection
-"""What a loop has logged; since 1.6, waits for a public way to log nowhere."""
+"""Values that a loop has logged; since 1.6, waits for a public way to log nowhere."""
 
 # Strategies and modules ---------------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ def attach_module(strategy: Strategy, module: LightningModule | None) -> None:
 
 
 def layer_sync(strategy: ParallelStrategy) -> Any:
-    """What makes BatchNorm of all ranks one, ``None`` without `sync_batchnorm`.
+    """The plugin that makes BatchNorm of all ranks one, ``None`` without `sync_batchnorm`.
 
     `ParallelStrategy._layer_sync`, since 1.6; waits for a public property.
     """
@@ -162,7 +162,7 @@ def is_distributed(trainer: Trainer) -> bool:
 
 
 def deals_out_samples(trainer: Trainer) -> bool:
-    """What `use_distributed_sampler` of `trainer` says.
+    """The setting `use_distributed_sampler` of `trainer`.
 
     `Trainer._accelerator_connector.use_distributed_sampler`, since 2.0; waits for a public property.
     """
@@ -212,7 +212,7 @@ def training_loaders(trainer: Trainer) -> Any:
 
 
 def training_iterator(trainer: Trainer) -> object:
-    """What the training loaders are read through in this epoch, ``None`` outside of one.
+    """The iterator over the training loaders in this epoch, ``None`` outside of one.
 
     `CombinedLoader._iterator`, since 2.0; waits for a public property.
     """
@@ -233,7 +233,7 @@ def drop_loaders(trainer: Trainer) -> None:
 
 
 def training_fetcher(trainer: Trainer) -> Any:
-    """What training takes its batches from. `_FitLoop._data_fetcher`, since 1.5; waits for a public property."""
+    """The fetcher of training batches. `_FitLoop._data_fetcher`, since 1.5; waits for a public property."""
     return trainer.fit_loop._data_fetcher
 
 
@@ -266,7 +266,7 @@ RESULTS = "_results"
 
 
 def last_value(metric: Metric) -> Any:
-    """What `forward` of `metric` returned last. `Metric._forward_cache`, since 0.1; waits for a public property."""
+    """The last value of `metric.forward`. `Metric._forward_cache`, since 0.1; waits for a public property."""
     return metric._forward_cache
 
 

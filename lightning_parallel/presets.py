@@ -124,6 +124,8 @@ def _parse_options(name: str, text: str) -> dict[str, Any]:
     # Imported here: a Trainer that is given a bare name does not need it.
     from jsonargparse import ArgumentParser
 
+    if not text.strip():
+        return {}  # reading all signatures takes longer than building the strategy
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(PRESETS[name].build)
     instantiate = getattr(parser, "instantiate", parser.instantiate_classes)  # renamed in jsonargparse 4.5x

@@ -1,4 +1,4 @@
-"""What code leaves behind when a layer is run for what it tells, and not for its result. Layer 0."""
+"""Undoing the side effects of a trial run of a layer."""
 
 from __future__ import annotations
 

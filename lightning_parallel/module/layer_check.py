@@ -1,4 +1,4 @@
-"""A layer that is split over ranks, compared with itself: what it computes, what it keeps, and gradients. Layer 1.
+"""A layer that is split over ranks, compared with itself: what it computes, what it keeps, and gradients.
 
 A layer whose results are right may still have gradients that are not, such as those of a backward that goes by the
 length of the sequence or the number of features: it would train, and to something else.
@@ -23,9 +23,9 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Of the largest element. Layers compute parts in fp32 even where all they are given is fp64."""
 _TOLERANCE_OF_HALF = 5e-2
 _SMALLEST = 1e-6
-"""What counts as a size where a result is zero."""
+"""The size that a result of zeros is taken to have."""
 _FAILURES = (RuntimeError, AssertionError, IndexError, KeyError, ValueError, TypeError, NotImplementedError)
-"""What a layer may raise on a part of something."""
+"""Errors that a layer may raise on a part of something."""
 _MODES = ((True, True), (False, True), (True, False), (False, False))
 """Whether to compute in fp64, and with gradients, for which a device may have no memory, and a layer no backward."""
 
@@ -69,7 +69,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Wording:
-    """What users are told by the technique that splits layers.
+    """Sentences for users, of the technique that splits layers.
 
     Args:
         name: The layer.
@@ -116,7 +116,7 @@ class LayerCheck:
         self._doubles = self._has_gradients = True
         self._is_training = torch.is_grad_enabled()
         self.whole: LayerRun | None = None
-        """What the whole layer computes, once it has run on all ranks."""
+        """The results of the whole layer, once it has run on all ranks."""
         self.has_equal_results = False
         """Whether the latest `run_split` has found nothing wrong but with gradients, on all ranks."""
 
@@ -152,7 +152,7 @@ class LayerCheck:
         return reason
 
     def run_split(self, run: Callable[..., Any], *, times: int = 1) -> list[str]:
-        """Why the split layer cannot take the place of the whole one; empty on all ranks if it can.
+        """Reasons why the split layer cannot take the place of the whole one; empty on all ranks if it can.
 
         Args:
             run: Runs it on whole arguments and arguments by name, and joins what it returns.

@@ -1,4 +1,4 @@
-"""One run of a layer for comparison: its results, and its gradients, without a trace of it. Layer 1."""
+"""One run of a layer for comparison: its results, and its gradients, without a trace of it."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class _Arguments:
         self.leaves: list[Tensor] = []
 
     def copy_of(self, value: Any) -> Any:
-        """What the layer is given: one copy of a tensor that comes twice, no cache, which it would fill twice."""
+        """The arguments of the layer: one copy of a tensor that comes twice, no cache, which it would fill twice."""
         if not isinstance(value, Tensor):
             return None if is_cache(value) else value
         if id(value) not in self._copies:

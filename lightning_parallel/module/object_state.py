@@ -1,4 +1,4 @@
-"""Blocks of which snapshots are built: what objects hold, to be put back into the same objects. Layer 0.
+"""Blocks of which snapshots are built: what objects hold, to be put back into the same objects.
 
 A module is a dict of attributes, some of which are dicts in turn: parameters, buffers, children, hooks. Whoever tries
 something on a module chooses which of these it may change, and puts them back.
@@ -29,7 +29,7 @@ class Contents:
         self._counts = counts
         self._new: set[Any] | None = None
         self.before = container.copy() if counts is None else self._counted()
-        """What it held."""
+        """The values that it held."""
 
     def keep_changes(self) -> None:
         """Put back from now on only what has another value by now, and take away only what is new by now."""

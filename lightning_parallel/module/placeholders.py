@@ -110,7 +110,7 @@ class Placeholder(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape, dtype and sources."""
-        return f"Ghost({tuple(self.shape)}, {self.dtype}, of {', '.join(sorted(self.sources))})"
+        return f"Placeholder({tuple(self.shape)}, {self.dtype}, of {', '.join(sorted(self.sources))})"
 
 
 def placeholder_like(

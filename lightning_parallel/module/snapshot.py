@@ -1,4 +1,4 @@
-"""What a module was before it was made parallel, so that all that was added can be taken off again. Layer 1.
+"""The state of a module before it was made parallel, so that all that was added can be taken off again.
 
 Torch has no inverse of `fully_shard`: it changes the class, adds hooks and attributes, and puts other parameter
 objects in place of the module's own. We note what stood there before, see what has changed after, and undo exactly
@@ -120,7 +120,7 @@ class Snapshot:
 
 
 def _hand_back(current: nn.Module | None, original: nn.Module | None) -> None:
-    """Give a module that comes back what its stand-in holds under the same names: training may have replaced it."""
+    """Give a module that comes back the values of its replacement: training may have changed them."""
     if current is None or original is None:
         return
     original.training = current.training

@@ -1,4 +1,4 @@
-"""What users are told where a layer on parts of sequences differs from itself on whole ones. Layer 2."""
+"""Sentences for users where a layer on parts of sequences differs from itself on whole ones."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def sequence_dims(layer: nn.Module) -> list[int]:
-    """Which dimension of hidden states may be the sequence, the likelier one first."""
+    """Dimensions of hidden states that may be the sequence, the likelier one first."""
     is_batch_first = all(c.batch_first for c in layer.modules() if isinstance(c, nn.MultiheadAttention))
     return [1, 0] if is_batch_first else [0, 1]
 
 
 def wording_for(path: str, layer: nn.Module, sequences: Sequences, *, has_attention: Callable[[], bool]) -> Wording:
-    """What users are told of one layer.
+    """Sentences for users about one layer.
 
     Args:
         path: Where it is.
@@ -94,7 +94,7 @@ def _place(difference: Difference, dim: int) -> str:
 
 
 def batch_statistics_violations(path: str, layer: nn.Module) -> list[str]:
-    """Why the layer cannot be trained on parts of sequences; empty if it can."""
+    """Reasons why the layer cannot be trained on parts of sequences; empty if it can."""
     names = [n for n, c in layer.named_modules() if isinstance(c, _BATCH_NORMS) and c.training]
     return [
         f"{path}.{name} takes statistics of all positions, of which a rank has a part; freeze them (eval()), use a "

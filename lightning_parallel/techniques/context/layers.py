@@ -1,4 +1,4 @@
-"""Layers that work on a part of each sequence. Layer 2.
+"""Layers that work on a part of each sequence.
 
 Nothing is taken on trust: when a layer runs for the first time, its result on parts is compared with that on the whole.
 """
@@ -88,7 +88,7 @@ class Verified:
 
 @dataclass
 class _SplitStack:
-    """What the layers of one stack share.
+    """State that the layers of one stack share.
 
     Args:
         attention: How ranks share attention.
@@ -107,7 +107,7 @@ class _SplitStack:
 
 @dataclass(frozen=True)
 class _Part:
-    """How one layer of a stack runs."""
+    """One layer of a stack, run on a part of each sequence."""
 
     path: str
     stack: _SplitStack
@@ -197,7 +197,7 @@ class _Part:
     def _look(
         self, layer: nn.Module, forward: Callable[..., Any], hidden: Tensor, args: tuple[Any, ...], kwargs: Any
     ) -> Verified:
-        """What has to be true before the layer runs."""
+        """Check the conditions under which the layer can run on a part."""
         stack = self.stack
         if layer.training and self.path not in stack.trained:
             stack.trained.add(self.path)
@@ -250,7 +250,7 @@ class _Part:
             lengths.whole = before
 
     def _whole_of(self, value: Any, *, like: Tensor, length: int) -> Any:
-        """What is a part as hidden states `like` are, whole: those that an earlier layer returned."""
+        """The whole of a value that is a part as hidden states `like` are: those that an earlier layer returned."""
         dim = self.stack.sequences.dim
         if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
             return value

@@ -233,8 +233,8 @@ class _Block:
         self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, *, is_causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights = (self._scores(query, key, is_causal=is_causal) - sums.unsqueeze(-1)).exp()
-        of_weights = (gradient @ value.transpose(-1, -2)).to(weights.dtype)
-        of_rows = (gradient * out).sum(-1, keepdim=True, dtype=weights.dtype)
-        of_scores = (weights * (of_weights - of_rows) * self._scale).to(query.dtype)
+        d_weights = (gradient @ value.transpose(-1, -2)).to(weights.dtype)
+        delta = (gradient * out).sum(-1, keepdim=True, dtype=weights.dtype)
+        d_scores = (weights * (d_weights - delta) * self._scale).to(query.dtype)
         weights = weights.to(query.dtype)
-        return of_scores @ key, of_scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ gradient
+        return d_scores @ key, d_scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ gradient

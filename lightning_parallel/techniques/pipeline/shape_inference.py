@@ -1,4 +1,4 @@
-"""Run code of the user's for what it tells, and leave no trace of it. Layer 2."""
+"""Run code of the user's for what it tells, and leave no trace of it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_parallel.module.object_state import Numbers, ObjectState
 from lightning_parallel.module.placeholders import is_placeholder, placeholder_like, placeholders_in_place
 
 _REMEMBERED = 4096
-"""How many results of layers of other stages are remembered: shapes only, about a kilobyte each."""
+"""Number of results of layers of other stages that are remembered: shapes only, about a kilobyte each."""
 _KEPT_APART = ("_parameters", "_modules")
 
 
 class InferredShapes:
-    """What layers of other stages would return, as ghosts: they are run on ghosts, once for each kind of call."""
+    """Results of layers of other stages as placeholders, found by running each kind of call on placeholders once."""
 
     def __init__(self) -> None:
         self.is_running = False
@@ -39,7 +39,7 @@ class InferredShapes:
         *,
         is_on_placeholders: bool,
     ) -> Any:
-        """What `forward` of layer `index` would return.
+        """The result of `forward` of layer `index`, as placeholders.
 
         Args:
             index: The place of the layer in its stack.
@@ -47,7 +47,7 @@ class InferredShapes:
             forward: Its own forward, past what was put around it.
             args: What it is given.
             kwargs: The same.
-            is_on_placeholders: Whether all parameters of the module are ghosts already, and what changes is undone.
+            is_on_placeholders: Whether all parameters of the module are placeholders already.
         """
         args, kwargs = tree_map(lambda value: None if is_cache(value) else value, (args, kwargs))
         key = (index, torch.is_grad_enabled(), *map(_kind, tree_leaves((args, kwargs))))
@@ -75,7 +75,7 @@ class InferredShapes:
 
 @contextlib.contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """What runs in here leaves no trace on `module`: attributes, lists, buffers, states of metrics."""
+    """Leave no trace of a run on `module`: attributes, lists, buffers, states of metrics."""
     states = [ObjectState(child, lambda name, _: name not in _KEPT_APART) for child in module.modules()]
     values = [value for state in states for value in state.attributes.before.values()]
     tensors = [value for value in (*values, *module.buffers()) if isinstance(value, Tensor)]

@@ -1,4 +1,4 @@
-"""A split layer against its unsplit self when it runs for the first time. Layer 2."""
+"""A split layer against its unsplit self when it runs for the first time."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _choose_flow(layer: nn.Module, split: SplitLayer, comparison: LayerCheck, ru
 
 
 def _sequence_dims(layer: nn.Module, split: SplitLayer) -> Sequence[int]:
-    """Which dimension of hidden states may be the sequence, the likelier one first."""
+    """Dimensions of hidden states that may be the sequence, the likelier one first."""
     if split.lengths is None:
         return (1,)
     if split.lengths.whole:  # an earlier layer of the stack has shown it
