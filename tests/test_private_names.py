@@ -30,6 +30,7 @@ FSDP, LOOPS = "torch.distributed.fsdp._fully_shard.", "lightning.pytorch.loops."
 CONNECTORS = "lightning.pytorch.trainer.connectors."
 RECEIVERS: dict[str, dict[str, str]] = {
     "_torch/fsdp.py": {
+        "context": f"{FSDP}_fsdp_state.FSDPStateContext",
         "g": "torch.Tensor",
         "gathered": "torch.Tensor",
         "group": f"{FSDP}_fsdp_param_group.FSDPParamGroup",
@@ -40,6 +41,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "scaler": "torch.amp.GradScaler",
         "state": f"{FSDP}_fsdp_state.FSDPState",
         "unit": f"{FSDP}_fully_shard.FSDPModule",
+        "unit._get_fsdp_state()": f"{FSDP}_fsdp_state.FSDPState",
     },
     "_torch/groups.py": {
         "mesh": "torch.distributed.DeviceMesh",

@@ -48,12 +48,17 @@ def drop_forward_hooks(unit: nn.Module) -> None:
 def abandon_step(unit: nn.Module) -> None:
     """Bring a unit whose step ended in an error back to its shards, and drop its unreduced gradients.
 
-    `FSDPModule.reset_iter_state` (public) does so since 2.13, but only from a root; `FSDPState._training_state`, since
-    2.4, serves all versions and units.
+    `FSDPModule.reset_iter_state` (public) does so since 2.13, but only from a root, and since 2.15 it drops reduced
+    gradients, too; `FSDPState._training_state` and `_state_ctx`, since 2.4, serve all versions and units.
     """
     if isinstance(unit, FSDPModule):
         _make_idle(unit)
+        context = unit._get_fsdp_state()._state_ctx
+        # A backward that fails leaves its final callback queued, and no later one would reduce the root's gradients.
+        context.post_backward_final_callback_queued = False
+        context.iter_forward_root = None
         for group in _parameter_groups(unit):
+            group._post_forward_indices.clear()
             _drop_held(group, group.fsdp_params)
         unit.reshard()
 
