@@ -75,10 +75,10 @@ def test_ranks_are_forked_before_there_are_threads(ranks: Any) -> None:
 HANGS = """
 from pathlib import Path
 import os, sys
-from tests import rank_pool, test_ranks
+from tests import rank_pool, test_rank_pool
 pool = rank_pool.RankPool(2, Path(sys.argv[1]))
 print(*pool.run(os.getpid), flush=True)
-pool.run(test_ranks.goes_wrong, "stand")
+pool.run(test_rank_pool.goes_wrong, "stand")
 """
 
 
