@@ -85,6 +85,14 @@ def _no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_group_left() -> Iterator[None]:
+    """A test that fits in this process leaves a group of one rank, to which others would be refused to belong."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
 def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a test writes, it writes elsewhere."""
     monkeypatch.chdir(tmp_path)
