@@ -95,7 +95,7 @@ def _no_group_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_environment_left() -> Iterator[None]:
-    """What a fit in this process notes there, such as seeds and addresses, is read by processes that later tests start."""
+    """A fit in this process notes seeds and addresses there, which processes that later tests start would read."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
