@@ -137,6 +137,9 @@ def matrix_as_markdown(matrix: Matrix, table: dict[str, Any]) -> str:
     if reasons:
         lines += ["", "Refused, with a message that contains these words:", ""]
         lines += [f"{number}. “{reason}”" for number, reason in enumerate(reasons, start=1)]
+    if same := table.get("same_on_the_cpu"):
+        lines += ["", "Without an accelerator, these prove nothing of what they are for:", ""]
+        lines += [f"- {label(name)}: {text}." for name, text in same.items()]
     return "\n".join([*lines, ""])
 
 

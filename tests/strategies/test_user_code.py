@@ -31,7 +31,18 @@ from tests.models.user_code import (
     ZerosKept,
 )
 from tests.names import num_readers
-from tests.parity import TOLERANCE, Outcome, Recorder, difference, is_moving, make_trainer, reference, train, worst
+from tests.parity import (
+    TOLERANCE,
+    Outcome,
+    Recorder,
+    difference,
+    is_moving,
+    largest,
+    make_trainer,
+    reference,
+    train,
+    worst,
+)
 from tests.rank_pool import RankError
 
 
@@ -72,7 +83,7 @@ def test_equal_to_one_process(ranks: Any, make: Any, strategies: tuple[str, ...]
     expected = fitted(make, "auto", 1)
     assert is_moving(expected)
     found = {name: worst(ranks(2).run(fitted, make, name, 2)[0], expected) for name in strategies}
-    assert max(found.values()) <= TOLERANCE, found
+    assert largest(found.values()) <= TOLERANCE, found
 
 
 def test_samples_are_gathered_from_ranks_that_read_different_ones(ranks: Any) -> None:

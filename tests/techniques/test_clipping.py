@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.techniques.clipping import clip_gradients_by_norm
 from tests.models.cases import GPT
+from tests.parity import largest
 
 
 def clip(norm_type: float, max_norm: float) -> float:
@@ -38,7 +39,7 @@ def clip(norm_type: float, max_norm: float) -> float:
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         gradient = ours.grad.full_tensor() if isinstance(ours.grad, DTensor) else ours.grad
         differences.append(float((gradient - theirs.grad).abs().max()))
-    return max(differences)
+    return largest(differences)
 
 
 def distribute(value: Tensor, like: DTensor) -> Tensor:
@@ -52,7 +53,7 @@ def distribute(value: Tensor, like: DTensor) -> Tensor:
 @pytest.mark.parametrize("size", [2, 4])
 def test_clipping_equals_torch(ranks: Any, size: int, norm_type: float, max_norm: float) -> None:
     tolerance = 1e-3 if norm_type == 1.0 else 1e-5  # the 1-norm of 11,152 elements is itself some 9,000
-    assert max(ranks(size).run(clip, norm_type, max_norm)) < tolerance
+    assert largest(ranks(size).run(clip, norm_type, max_norm)) < tolerance
 
 
 def test_clipping_without_gradients() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_parallel.techniques.optimizer_sharding import ShardedOptimizer, deal_out, optimizer_violations
 from tests.models.cases import GPT
+from tests.parity import largest
 
 
 def test_parameters_are_dealt_out_evenly() -> None:
@@ -46,7 +47,7 @@ def zero1(name: str) -> dict[str, Any]:
     expected = reference.state_dict()["state"]
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
     return {
-        "difference": max(float((a - b).detach().abs().max()) for a, b in pairs),
+        "difference": largest((a - b).detach().abs().max() for a, b in pairs),
         "gradients": gradients,
         "held": held,
         "all": len(expected),

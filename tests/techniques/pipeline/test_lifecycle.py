@@ -20,7 +20,7 @@ from tests.jobs.lifecycle import marks
 from tests.models.cases import next_token_loss
 from tests.models.pipelined import Deep, DeepTied
 from tests.models.tables import PIPELINE_MODULES
-from tests.parity import TOLERANCE, Outcome, Recorder, make_trainer, worst
+from tests.parity import TOLERANCE, Outcome, Recorder, difference, make_trainer, worst
 
 
 class Metered(DeepTied):
@@ -188,4 +188,4 @@ def test_the_module_is_plain_afterwards(ranks: Any, first: str, second: str, cas
         assert all(found["same objects"])
         assert found["copies"]
         if found["weights"]:
-            assert max(float((found["weights"][k] - v).abs().max()) for k, v in expected.items()) < TOLERANCE
+            assert difference(found["weights"], expected) < TOLERANCE

@@ -17,7 +17,7 @@ from tests.collectives import Collectives
 from tests.data import batches
 from tests.models.cases import CASES, VOCABULARY, ByteGPT, Case
 from tests.models.tables import CONTEXT_MODULES
-from tests.parity import TOLERANCE, is_moving, make_trainer, reference, train, worst
+from tests.parity import TOLERANCE, difference, is_moving, make_trainer, reference, train, worst
 
 SPLIT_TABLES = {
     "llama": "{lm_head: vocab, embed_tokens: vocab}",
@@ -184,7 +184,7 @@ def test_every_loss_over_split_logits(ranks: Any, options: dict[str, Any]) -> No
     name = "tp_custom:tensor_plan={tokens: vocab, head: vocab}"
     (ours, ours_predicted), *_ = ranks(2).run(scores, name, 2, dict(options))
     theirs, theirs_predicted = scores("auto", 1, dict(options))
-    assert max(float((ours[key] - theirs[key]).abs().max()) for key in theirs) < TOLERANCE
+    assert difference(ours, theirs) < TOLERANCE
     assert float((ours_predicted - theirs_predicted).abs().max()) < TOLERANCE
 
 
