@@ -102,9 +102,9 @@ def test_only_rank_0_has_the_whole_average(ranks: Any) -> None:
     assert found[1]["average"] == {}
 
 
+@pytest.mark.parametrize("settings", [{"every_n_steps": 2, "start_step": 1}, {"start_step": 3}], ids=str)
 @pytest.mark.parametrize("strategy", ["auto", "ddp_custom", "fsdp_custom"])
-def test_some_steps_only(ranks: Any, strategy: str) -> None:
-    settings = {"every_n_steps": 2, "start_step": 1}
+def test_some_steps_only(ranks: Any, strategy: str, settings: dict[str, int]) -> None:
     found = run(ranks, strategy, train, "byte_gpt", **settings)
     assert_equal(found, reference_of("byte_gpt", **settings))
     assert difference(found["average"], reference_of("byte_gpt")["average"]) > 1e-3

@@ -18,7 +18,7 @@ from lightning_parallel.callbacks.token_weighted import LossObserver
 from tests.data import IGNORED, loader, ragged
 from tests.models.cases import CASES
 from tests.models.padded import Padded
-from tests.parity import TOLERANCE, difference, trainer_for
+from tests.parity import TOLERANCE, difference, once, trainer_for
 
 NAMES = [("ddp_custom", 2), ("zero1_custom", 2), ("zero2_custom", 2), ("fsdp_custom", 2), ("hsdp_custom", 4)]
 
@@ -38,8 +38,10 @@ def count_labels(batch: Any) -> Tensor:
     return (batch[1] != IGNORED).sum()
 
 
-def fit(strategy: str, num_ranks: int, accumulate: int, kind: str, weighting: dict[str, Any] | None) -> dict[str, Any]:
-    """Three windows of 16 samples, in whatever microsteps."""
+def fit(
+    strategy: str, num_ranks: int, accumulate: int, kind: str, weighting: dict[str, Any] | None, samples: int = 48
+) -> dict[str, Any]:
+    """Windows of 16 samples, in whatever microsteps; the last may be a short one."""
     L.seed_everything(3, verbose=False)
     batch = 16 // num_ranks // accumulate
     watching = Tokens()
@@ -47,7 +49,7 @@ def fit(strategy: str, num_ranks: int, accumulate: int, kind: str, weighting: di
     trainer = trainer_for(
         strategy, num_ranks, callbacks=callbacks, accumulate_grad_batches=accumulate, gradient_clip_val=0.3
     )
-    trainer.fit(Padded(kind), DataLoader(ragged(48), batch_size=batch))
+    trainer.fit(Padded(kind), DataLoader(ragged(samples), batch_size=batch))
     return {"weights": full_state_dict(trainer), "logged": watching.logged}
 
 
@@ -63,13 +65,23 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize(("name", "size"), NAMES)
 def test_ranks_and_microsteps_equal_one_batch(ranks: Any, name: str, size: int, accumulate: int) -> None:
-    expected = fit("auto", 1, 1, "cross_entropy", None)["weights"]
+    expected = once(fit, "auto", 1, 1, "cross_entropy", None)["weights"]
     ours = ranks(size).run(fit, name, size, accumulate, "cross_entropy", {})[0]
     assert difference(ours["weights"], expected) < TOLERANCE
     plain = ranks(size).run(fit, name, size, accumulate, "cross_entropy", None)[0]
     assert not difference(plain["weights"], expected) < 1e-3  # without it, the numbers are others, or none at all
     assert ours["logged"] == pytest.approx(fit("auto", 1, 1, "cross_entropy", {})["logged"], rel=1e-5)
     assert len(ours["logged"]) == 3
+
+
+@pytest.mark.parametrize(("name", "size", "accumulate"), [("auto", 1, 4), ("ddp_custom", 2, 2), ("fsdp_custom", 2, 4)])
+def test_a_short_last_window(ranks: Any, name: str, size: int, accumulate: int) -> None:
+    """Two windows of 16 samples and one of 8, whose microsteps Lightning divides by those of a whole window."""
+    expected = once(fit, "auto", 1, 1, "cross_entropy", None, 40)["weights"]
+    arguments = name, size, accumulate, "cross_entropy", {}, 40
+    ours = fit(*arguments) if size == 1 else ranks(size).run(fit, *arguments)[0]
+    assert difference(ours["weights"], expected) < TOLERANCE
+    assert ours["logged"] == pytest.approx(fit("auto", 1, 1, "cross_entropy", {}, 40)["logged"], rel=1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -81,7 +93,7 @@ def test_every_way_to_count(ranks: Any, way: str) -> None:
 
 
 def test_one_process_accumulates_exactly() -> None:
-    expected = fit("auto", 1, 1, "cross_entropy", None)["weights"]
+    expected = once(fit, "auto", 1, 1, "cross_entropy", None)["weights"]
     assert difference(fit("auto", 1, 4, "cross_entropy", {})["weights"], expected) < TOLERANCE
     assert difference(fit("dp_custom", 1, 4, "cross_entropy", {})["weights"], expected) < TOLERANCE
 

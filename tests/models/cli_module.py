@@ -50,3 +50,38 @@ class Layered(Module):
 
 def count(batch: Any) -> int:
     return len(batch[0])
+
+
+class Evaluated(Module):
+    """With every entry point; what it sees in evaluation is kept in `SEEN`."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch[0]).pow(2).mean(), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.net(batch[0]).pow(2).mean(), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).flatten()
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        SEEN.setdefault("predictions", []).extend(outputs.tolist())
+
+    def on_train_end(self) -> None:
+        SEEN["loss"] = [float(self.last.detach())]
+
+    def on_validation_end(self) -> None:
+        SEEN["val_loss"] = [float(self.trainer.callback_metrics["val_loss"])]
+
+    def on_test_end(self) -> None:
+        SEEN["test_loss"] = [float(self.trainer.callback_metrics["test_loss"])]
+
+
+SEEN: dict[str, list[float]] = {}
+
+
+class EvaluatedData(Data):
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    test_dataloader = predict_dataloader = val_dataloader

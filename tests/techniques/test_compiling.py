@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 
 from lightning_parallel.techniques.compiling import apply_compile
 from lightning_parallel.techniques.recompute import apply_recompute, parse_recompute
-from tests.models.cases import GPT, VOCABULARY, next_token_loss
+from tests.models.cases import GPT, VOCABULARY, Block, next_token_loss
 from tests.models.hugging_face import CachingLlama
 
 
@@ -22,6 +22,22 @@ def test_graphs_of_a_model_with_a_cache_do_not_grow() -> None:
     tokens = torch.randint(0, VOCABULARY, (2, 8))
     model(input_ids=tokens, labels=tokens).loss.backward()
     assert counter.frame_count == 1
+
+
+def kept(budget: float) -> int:
+    """Bytes that the graph of a compiled layer keeps for backward."""
+    block = Block()
+    apply_compile([block], budget=budget, backend="aot_eager_decomp_partition")
+    node: Any = block(torch.randn(4, 16, 16, requires_grad=True)).grad_fn
+    return sum(tensor.nbytes for tensor in node.saved_tensors)
+
+
+@pytest.mark.slow
+def test_a_budget_keeps_fewer_bytes() -> None:
+    """Whichever is compiled first: a graph of another budget is not used again."""
+    torch._dynamo.reset()
+    sizes = [kept(budget) for budget in (1.0, 0.5, 0.0)]
+    assert sizes[2] < sizes[1] < sizes[0]
 
 
 def compiled(depth: int, recompute: str) -> tuple[int, list[str]]:

@@ -8,10 +8,14 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.techniques.sharding import apply_sharding, keep_whole, plan_sharding, unreduced_parameters
 from tests.collectives import collectives_of_a_window
-from tests.models.cases import CASES, GPT
+from tests.data import loader
+from tests.models.cases import CASES, GPT, ByteGPT
+from tests.parity import trainer_for
 
 
 def test_plan_under_automatic_optimization() -> None:
@@ -58,6 +62,46 @@ def test_collectives_of_a_step(
     assert counts.number("gather") == gathers, counts
     assert counts.number("reduce_scatter") == reduces, counts
     assert counts.number("all_reduce") == all_reduces, counts
+
+
+class Gathers(TorchDispatchMode):
+    """Over how many ranks each gather goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d" and ("allgather" in name or "all_gather" in name):
+            whole, part, *_ = [leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            self.sizes.append(whole // part)
+        return func(*args, **(kwargs or {}))
+
+
+def sizes_of_gathers(strategy: str) -> list[int]:
+    mode = Gathers()
+
+    class Module(ByteGPT):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                mode.__enter__()
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.trainer.global_step == 1:
+                mode.__exit__(None, None, None)
+
+    trainer_for(strategy, 4).fit(Module(), loader(4, 3))
+    return mode.sizes
+
+
+@pytest.mark.parametrize(
+    ("reshard", "sizes"), [("2", [4] * 4 + [2] * 3), ("always", [4] * 7), ("never", [4] * 4), ("1", [4] * 4)]
+)
+def test_gathers_of_backward_go_over_as_many_ranks_as_given(ranks: Any, reshard: str, sizes: list[int]) -> None:
+    """The root and three layers in forward; in backward, the layers from the ranks over which they stay gathered."""
+    for found in ranks(4).run(sizes_of_gathers, f"fsdp_custom:reshard={reshard}"):
+        assert found == sizes
 
 
 # Without units ----------------------------------------------------------------------------------------------------

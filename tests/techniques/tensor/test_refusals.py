@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel import ConfigurationError, build_strategy
 from tests.data import batches
@@ -118,6 +119,28 @@ class Doubling(nn.Sequential):
         super().__init__(nn.Linear(16, 32), nn.GELU(), Scaled(32, 16))
 
 
+class ByItsWidth(nn.Module):
+    """It multiplies with the number of features, as a kernel sees it, which is given those of its rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        local = x.to_local() if isinstance(x, DTensor) else x
+        return x * (local.shape[-1] / 32)
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 32), ByItsWidth(), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.net(x)
+
+
+class Differing(Hard):
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer, make=Scaling)
+
+
 class NotLinear(Hard):
     def __init__(self, optimizer: str = "adamw") -> None:
         super().__init__(optimizer, make=Doubling)
@@ -139,6 +162,11 @@ def refusal(make: Any, options: str) -> str:
 @pytest.mark.parametrize(
     ("make", "options", "words"),
     [
+        (
+            Differing,
+            "",
+            ["computes something else when its linear maps are split", "its result differs by", "tensor=1"],
+        ),
         (NotLinear, "", ["no branch of linear maps was found", "tensor_plan", "tensor=1"]),
         (TENSOR_MODULES["configure_model"], "tensor_plan={upp: colwise}", ["'upp' names no linear map"]),
     ],
