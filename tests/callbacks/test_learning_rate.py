@@ -306,6 +306,7 @@ def test_scaling_is_refused_in_words() -> None:
 def test_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the command line, with simple types."""
     text = """
+    seed_everything: 3
     trainer:
       callbacks:
         - class_path: lightning_parallel.callbacks.global_batch.GlobalBatch
