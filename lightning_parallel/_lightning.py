@@ -275,19 +275,17 @@ def state_names(metric: Metric) -> Sequence[str]:
     return list(metric._defaults)
 
 
-def set_updated(metric: Metric, *, updates: int, last: Any, lists: Mapping[str, Tensor]) -> None:
-    """Let `metric` be one that was updated, with nothing in it.
+def set_states(metric: Metric, values: Mapping[str, Any], *, last: Any) -> None:
+    """Let `metric` have the attributes `values`, and compute from them when it is asked next.
 
     Args:
         metric: The metric.
-        updates: How often it was updated.
+        values: Name -> value, of states and numbers.
         last: What its `forward` returned last.
-        lists: Name of a state that is a list -> an empty entry for it, where it has none.
 
-    `Metric._update_count`, since 0.9, `_computed` and `_forward_cache`, since 0.1; the public `update_count` can only
-    be read.
+    `Metric._computed` and `_forward_cache`, since 0.1; wait for a public way to load states, as `state_dict` has those
+    that are persistent only.
     """
-    metric._update_count, metric._computed, metric._forward_cache = updates, None, last
-    for name, entry in lists.items():
-        if not getattr(metric, name):
-            setattr(metric, name, [entry])
+    metric._computed, metric._forward_cache = None, last
+    for name, value in values.items():
+        setattr(metric, name, value)

@@ -76,6 +76,23 @@ def gloo_of_one_thread() -> Iterator[None]:
         dist.distributed_c10d.ProcessGroupGloo = of_torch  # type: ignore[misc]
 
 
+@contextlib.contextmanager
+def all_ranks_are(group: dist.ProcessGroup) -> Iterator[None]:
+    """Inside this context, collectives that are given no group run over `group`, as if there were no other ranks.
+
+    `distributed_c10d._update_default_pg`, since 2.2; waits for a default group that can be set.
+
+    Args:
+        group: Ranks that include this one, and rank 0 where something comes from there.
+    """
+    own = dist.group.WORLD
+    dist.distributed_c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._update_default_pg(own)
+
+
 def set_timeout(group: Any, timeout: timedelta) -> None:
     """Set how long collectives of `group` wait for a missing rank: groups of a mesh cannot be made with a timeout.
 

@@ -72,6 +72,20 @@ class Mesh:
         return self.devices[AXES["tensor"]] if self.degrees.tensor != 1 else None
 
     @property
+    def shares_samples(self) -> bool:
+        """Whether several ranks read the same samples."""
+        return bool(self._sharing)
+
+    @property
+    def is_first_reader(self) -> bool:
+        """Whether this process comes first among those that read the same samples, as rank 0 does."""
+        return all(self.devices[axis].get_local_rank() == 0 for axis in self._sharing)
+
+    @property
+    def _sharing(self) -> list[str]:
+        return [AXES[name] for name in ("pipeline", "context", "tensor") if getattr(self.degrees, name) != 1]
+
+    @property
     def data_rank(self) -> int:
         """This process's place among the ranks that read different samples."""
         return self.data.get_local_rank()

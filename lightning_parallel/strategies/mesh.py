@@ -14,20 +14,20 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from typing_extensions import override
 
-from lightning_parallel import _lightning, _torch
+from lightning_parallel import _lightning
 from lightning_parallel.dtypes import DtypePolicy, precision_violations
 from lightning_parallel.parallelize import left_over_violations, parallelized
 from lightning_parallel.policies import LayerPolicies, Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.ranks.mesh import Mesh, build_mesh
 from lightning_parallel.steps import StepHooks
-from lightning_parallel.strategies.evaluation import inference_mode_left
 from lightning_parallel.strategies.mesh_refusals import mesh_module_violations, mesh_violations
 from lightning_parallel.strategies.module_device import set_module_device
 from lightning_parallel.strategies.optimizers import adopt_optimizers
 from lightning_parallel.strategies.parallel_module import ParallelModule
 from lightning_parallel.strategies.precision import module_dtype, sharded_precision, sharding_dtypes
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
+from lightning_parallel.strategies.while_set_up import while_set_up
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
 if TYPE_CHECKING:
@@ -201,8 +201,7 @@ class MeshStrategy(ProcessGroupStrategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         self._parallel = ParallelModule(self, self.mesh)
-        self._while_set_up.enter_context(_torch.fsdp.data_of_shards_set())
-        self._while_set_up.enter_context(inference_mode_left(trainer))
+        self._while_set_up.enter_context(while_set_up(trainer, self.mesh))
         set_module_device(self.module, self.root_device)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._has_cut_optimizers = is_fitting or self._parallel.was_left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import check
-from lightning_parallel.module.placeholders import name_sources, placeholders_in
+from lightning_parallel.module.placeholders import Placeholder, name_sources, placeholders_in
 from lightning_parallel.parallelize import Parallelized
 from lightning_parallel.ranks.random_streams import seed_generators, seed_of_part, unchanged_generators
 from lightning_parallel.ranks.stage_owners import broadcast_object
@@ -152,16 +153,19 @@ class PipelinedModule:
         def forward(stage: int, microbatch: int, received: Passed | None) -> Passed | None:
             own_seed = seed_of_part(seed, microbatch)
             seed_generators(own_seed)
+            is_last = stage == self._cut.plan.stages.last
             with (
-                logs.of(microbatch),
+                # Every stage begins with the step, and what it logs and counts before the stack; the last one ends it.
+                logs.of(microbatch) if is_last else StepLogs(self._module).of(microbatch),
+                contextlib.nullcontext() if is_last else metrics.dropped(),
                 _torch.attention.slow_attention(),
                 self._cut.router.open(name, stage, received, own_seed),
             ):
                 torch.clear_autocast_cache()
                 output = self._microsteps[name].run(parts[microbatch], *args)
-            if stage != self._cut.plan.stages.last:
+            if not is_last:
                 return output  # type: ignore[no-any-return]
-            check(_foreign(output, logs))
+            check(_foreign([*placeholders_in(output), *logs.placeholders(), *metrics.placeholders()]))
             outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, output)
             return (loss_of(output),) if loss_of is not None else None
 
@@ -273,14 +277,13 @@ def _next_seed() -> int:
     return int(torch.randint(2**62, ()))
 
 
-def _foreign(output: Any, logs: StepLogs) -> list[str]:
-    placeholders = [*placeholders_in(output), *logs.placeholders()]
+def _foreign(placeholders: list[Placeholder]) -> list[str]:
     if not placeholders:
         return []
     return [
-        "what the step returns or logs depends on something that only another pipeline stage computes (with "
-        f"{name_sources(placeholders) or 'other layers'}): only what the first layer of a stage is given passes "
-        "from stage to stage. Leave it out, or give pipeline=1"
+        "what the step returns, logs or gives to a metric depends on something that only another pipeline stage "
+        f"computes (with {name_sources(placeholders) or 'other layers'}): only what the first layer of a stage "
+        "is given passes from stage to stage. Leave it out, or give pipeline=1"
     ]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_parallel.module.held_modules import held_modules
 from lightning_parallel.module.hidden_states import hidden_in, with_hidden
 from lightning_parallel.module.kv_cache import is_cache
 from lightning_parallel.module.object_state import Numbers, ObjectState
@@ -76,7 +77,8 @@ class InferredShapes:
 @contextlib.contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Leave no trace of a run on `module`: attributes, lists, buffers, states of metrics."""
-    states = [ObjectState(child, lambda name, _: name not in _KEPT_APART) for child in module.modules()]
+    children = held_modules(module).values()
+    states = [ObjectState(child, lambda name, _: name not in _KEPT_APART) for child in children]
     values = [value for state in states for value in state.attributes.before.values()]
     tensors = [value for value in (*values, *module.buffers()) if isinstance(value, Tensor)]
     numbers = Numbers(t for t in dict.fromkeys(tensors) if not t.is_meta and not isinstance(t, DTensor))

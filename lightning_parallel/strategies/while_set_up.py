@@ -1,0 +1,34 @@
+"""Settings that last from a strategy's setup to its teardown, beside those of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from lightning_parallel import _torch
+from lightning_parallel.ranks.mesh import Mesh
+from lightning_parallel.strategies.evaluation import inference_mode_left
+from lightning_parallel.strategies.metric_sync import metrics_synced_over
+from lightning_parallel.strategies.prediction_writers import written_once
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+@contextmanager
+def while_set_up(trainer: Trainer, mesh: Mesh) -> Iterator[None]:
+    """Inside this context, a module that is sharded or shared can run, and what ranks share counts once.
+
+    Args:
+        trainer: The trainer, with its loops and callbacks.
+        mesh: The ranks.
+    """
+    group = mesh.data.get_group()
+    with ExitStack() as stack:
+        stack.enter_context(_torch.fsdp.data_of_shards_set())
+        stack.enter_context(inference_mode_left(trainer))
+        if mesh.shares_samples:
+            stack.enter_context(metrics_synced_over(group))
+            stack.enter_context(written_once(trainer, group, is_writing=mesh.is_first_reader))
+        yield
