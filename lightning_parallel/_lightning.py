@@ -174,20 +174,23 @@ def set_deals_out_samples(trainer: Trainer, is_on: bool) -> None:
     trainer._accelerator_connector.use_distributed_sampler = is_on
 
 
-def with_sampler_of_rank(loader: DataLoader[Any], *, overfit_batches: float, **kwargs: Any) -> DataLoader[Any]:
-    """`loader` with the sampler of this rank, which shuffles if the loader's own does.
+def sampler_of_rank(loader: DataLoader[Any], *, overfit_batches: float, **kwargs: Any) -> Any:
+    """The sampler of this rank, which shuffles if that of `loader` does.
 
     Args:
         loader: A loader of a map-style data set.
         overfit_batches: The trainer's.
         **kwargs: The number of ranks and this one, as `distributed_sampler_kwargs` has them.
 
-    `_is_dataloader_shuffled`, since 1.6; `_get_distributed_sampler`, since 0.8; `_update_dataloader`, since 1.5. They
-    wait for a trainer that does not shuffle what is in order.
+    `_is_dataloader_shuffled`, since 1.6; `_get_distributed_sampler`, since 0.8. They wait for a trainer that does not
+    shuffle what is in order.
     """
-    is_shuffled = _is_dataloader_shuffled(loader)
-    sampler = _get_distributed_sampler(loader, is_shuffled, overfit_batches=overfit_batches, **kwargs)
-    return _update_dataloader(loader, sampler)
+    return _get_distributed_sampler(loader, _is_dataloader_shuffled(loader), overfit_batches=overfit_batches, **kwargs)
+
+
+def with_sampler_of_rank(loader: DataLoader[Any], *, overfit_batches: float, **kwargs: Any) -> DataLoader[Any]:
+    """`loader` with `sampler_of_rank`, which has the arguments. `_update_dataloader`, since 1.5; waits as that does."""
+    return _update_dataloader(loader, sampler_of_rank(loader, overfit_batches=overfit_batches, **kwargs))
 
 
 def training_source(trainer: Trainer) -> Any:

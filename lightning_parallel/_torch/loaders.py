@@ -1,0 +1,25 @@
+"""Loaders of batches: private names of torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+
+def with_batches(loader: DataLoader[Any], batches: Iterable[list[int]], sampler: object) -> DataLoader[Any]:
+    """Copy `loader`, with other batches of the same samples.
+
+    `DataLoader._iterator`, since 1.7: an iterator of `persistent_workers` would go on with the batches of before. A
+    loader refuses other batches once it is made; waits for one that can be told its batches.
+
+    Args:
+        loader: A loader with a batch sampler.
+        batches: The indices of each batch.
+        sampler: What is told the number of an epoch.
+    """
+    other = copy.copy(loader)
+    vars(other).update(batch_sampler=batches, sampler=sampler, _iterator=None)
+    return other

@@ -1,0 +1,93 @@
+"""Batches of a user's batch sampler, dealt out to ranks as they are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.ranks.random_streams import seed_generators, seed_of_part, unchanged_generators
+
+_HOST = torch.device("cpu")
+
+
+class BatchesOfRank:
+    """Every ``num_replicas``-th batch of a batch sampler, from the ``rank``-th on.
+
+    Every rank has as many batches: where they do not come out even, the first ones follow the last ones, as the samples
+    of `DistributedSampler` do.
+
+    Args:
+        batches: The user's batch sampler, the same on every rank.
+        num_replicas: How many ranks read different samples.
+        rank: This one among them.
+        seed: What the batch sampler draws from, together with the number of the epoch: ranks have to draw alike.
+        is_same: Whether all ranks give it the same. A collective.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], *, num_replicas: int, rank: int, seed: int, is_same: Callable[[Any], bool]
+    ) -> None:
+        self.batch_sampler = batches
+        self._num_ranks, self._rank, self._seed, self._is_same = num_replicas, rank, seed, is_same
+        self._epoch = 0
+
+    @property
+    def sampler(self) -> BatchesOfRank:
+        """Itself: what Lightning looks for to tell it the number of an epoch."""
+        return self
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in a batch, if the user's batch sampler says so."""
+        return getattr(self.batch_sampler, "batch_size", None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell it, and the user's batch sampler, which epoch begins."""
+        self._epoch = epoch
+        for each in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
+            if callable(set_epoch := getattr(each, "set_epoch", None)):
+                set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return -(-len(self.batch_sampler) // self._num_ranks)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self._drawn_alike()
+        first = list(itertools.islice(batches, self._num_ranks))
+        self._check(first)
+        if not first:
+            return
+        batches = itertools.chain(first, batches)
+        while turn := list(itertools.islice(batches, self._num_ranks)):
+            turn += itertools.islice(itertools.cycle(first), self._num_ranks - len(turn))
+            yield turn[self._rank]
+
+    def _drawn_alike(self) -> Iterator[Any]:
+        """The batches of all ranks, with generators that are the same on every rank and change no others."""
+        with unchanged_generators(_HOST):
+            seed_generators(seed_of_part(self._seed, self._epoch))
+            batches = iter(self.batch_sampler)
+            found = list(itertools.islice(batches, 1))
+            seed = int(torch.randint(2**62, ()))
+        for number in itertools.count():
+            if not found:
+                return
+            yield found[0]
+            with unchanged_generators(_HOST):
+                seed_generators(seed_of_part(seed, number))
+                found = list(itertools.islice(batches, 1))
+
+    def _check(self, first: list[Any]) -> None:
+        if not self._is_same(first):
+            raise ConfigurationError([_DIFFERENT.format(type(self.batch_sampler).__name__, first[:1])])
+
+
+_DIFFERENT = (
+    "the batch sampler {} has other batches on other ranks, and begins with {} here, so ranks would read some samples "
+    "twice and others never: seed its generator alike on every rank, or draw from torch's or Python's default "
+    "generator. If it deals out batches to ranks by itself, give Trainer(use_distributed_sampler=False)"
+)
