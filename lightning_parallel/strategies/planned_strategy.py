@@ -22,6 +22,7 @@ from lightning_parallel.plan import Plan, build_plan, module_key
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.steps import StepHooks
+from lightning_parallel.strategies.closures import closure_of_update
 from lightning_parallel.strategies.refusals import module_violations, without_unmovable_module
 from lightning_parallel.techniques.deferred_init.deferral import Deferral
 
@@ -189,14 +190,8 @@ class PlannedStrategy(ParallelStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        # Between the closure (forward and backward of the last microstep) and the update, both of which run inside the
-        # optimizer's step.
-        def closure_then_reduce() -> Any:
-            result = closure()
-            self.steps.before_update()
-            return result
-
-        result = super().optimizer_step(optimizer, closure_then_reduce, model, **kwargs)
+        closure = closure_of_update(self, optimizer, closure, before_update=self.steps.before_update)
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.steps.after_update(optimizer)
         return result
 
