@@ -93,6 +93,15 @@ def all_ranks_are(group: dist.ProcessGroup) -> Iterator[None]:
         dist.distributed_c10d._update_default_pg(own)
 
 
+def connected_store() -> Any:
+    """Connect once more to the store in which the ranks of the default process group have met.
+
+    A connection is taken while a thread waits in it. `distributed_c10d._get_default_store`, since 1.12; waits for a
+    public name.
+    """
+    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+
+
 def set_timeout(group: Any, timeout: timedelta) -> None:
     """Set how long collectives of `group` wait for a missing rank: groups of a mesh cannot be made with a timeout.
 

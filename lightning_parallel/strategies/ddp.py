@@ -151,6 +151,7 @@ class DDPStrategy(ProcessGroupStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         if _UNUSED in str(exception):
             exception.add_note(
                 "A step left parameters unused. Let DDP look for them: "

@@ -231,6 +231,7 @@ class MeshStrategy(ProcessGroupStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         if any(words in str(exception) for words in ("mixed torch.Tensor and DTensor", "different mesh")):
             exception.add_note(_MIXED)
 

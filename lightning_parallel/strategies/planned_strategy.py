@@ -23,6 +23,7 @@ from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.steps import StepHooks
 from lightning_parallel.strategies.closures import closure_of_update
+from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.refusals import module_violations, without_unmovable_module
 from lightning_parallel.techniques.deferred_init.deferral import Deferral
 
@@ -47,6 +48,7 @@ class PlannedStrategy(ParallelStrategy):
         self._policies = policies
         self._planned: tuple[Any, Plan] | None = None
         self._steps = StepHooks(policies)
+        self._failures = FailureWatch()
         self._deferral = Deferral(to_meta=self._defers_init, tell=rank_zero_info)
 
     _defers_init = False
@@ -153,7 +155,12 @@ class PlannedStrategy(ParallelStrategy):
         self.check_module(self.module, is_built=True)
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failures.report(exception)
+
+    @override
     def teardown(self) -> None:
+        self._failures.stop()
         self.steps.close()
         self._planned = None
         self._deferral.detach()

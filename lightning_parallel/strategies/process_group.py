@@ -111,8 +111,7 @@ class ProcessGroupStrategy(PlannedStrategy):
 
     @override
     def setup_environment(self) -> None:
-        # Lightning's own strategies set the seed again here. One process does not, and what is built later, in `setup`
-        # or `configure_model`, would have other weights.
+        # Lightning's own strategies set the seed again here. One process does not: what is built later would differ.
         super().setup_environment()
         self.set_world_ranks()
         self._process_group_backend = self.chosen_backend()
@@ -123,6 +122,7 @@ class ProcessGroupStrategy(PlannedStrategy):
             timeout=self._timeout,
             device_id=self.root_device if self._device_type != "cpu" else None,
         )
+        self._failures.start(self)
 
     def chosen_backend(self) -> str:
         """The backend given, or the one that fits the device."""

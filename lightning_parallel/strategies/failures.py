@@ -1,0 +1,112 @@
+"""An error on one rank ends the others, which would wait in a collective until it times out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from os import _exit as end_at_once
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from lightning_parallel import _torch
+from lightning_parallel.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy
+
+POLL = 1.0
+"""Seconds between two looks for errors of other ranks."""
+GRACE = 10.0
+"""Seconds in which a rank may notice by itself that another one has failed, before its process ends."""
+_READ = 5.0
+"""Seconds that rank 0, which keeps the store, waits for others to read why it ends."""
+_LONGEST = 500
+
+
+class FailureWatch:
+    """Tells the other ranks of an error here, and ends this process after an error elsewhere; from `start` to `stop`.
+
+    Nothing wakes a thread that waits in a collective for a rank that is not going to come. A rank that has no error of
+    its own a while after one elsewhere ends with exit status 1 and a line that names the rank and its error.
+    """
+
+    def __init__(self) -> None:
+        self._store: dist.Store | None = None
+        self._rank = self._size = 0
+        self._key = ""
+        self._has_read = False
+        self._is_over = threading.Event()
+
+    def start(self, strategy: ParallelStrategy) -> None:
+        """Watch the other ranks of `strategy`, whose process group is there. A collective."""
+        if strategy.world_size == 1:
+            return
+        self._rank, self._size = strategy.global_rank, strategy.world_size
+        # A key of this run: a process may fit again after an error that it has caught.
+        self._key = f"lightning_parallel/{strategy.broadcast(f'{os.getpid()}-{time.monotonic_ns()}')}"
+        self._store, self._has_read = _torch.groups.connected_store(), False
+        self._is_over = threading.Event()
+        watched = _torch.groups.connected_store(), self._is_over
+        threading.Thread(target=self._watch, args=watched, daemon=True, name="rank-failures").start()
+
+    def report(self, exception: BaseException) -> None:
+        """Tell the other ranks of `exception`; where another one has failed before, note that in it."""
+        if self._store is None:
+            return
+        self._is_over.set()
+        words = f"{type(exception).__name__}: {exception}".strip()[:_LONGEST]
+        own = f"rank {self._rank} raised {words}"
+        with _store_may_be_gone():
+            first = self._store.compare_set(self._key, "", own).decode()
+            if first != own:
+                self._read(self._store)
+                # What all ranks raise alike needs no note, nor what all of them are refused for.
+                if words not in first and not isinstance(exception, ConfigurationError):
+                    exception.add_note(f"Before that, {first}")
+            elif self._rank == 0:
+                self._wait_for_readers(self._store)
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._is_over.set()
+        self._store = None
+
+    def _read(self, store: dist.Store) -> None:
+        """Count this rank as one that knows."""
+        if not self._has_read:
+            self._has_read = True
+            store.add(f"{self._key}/read", 1)
+
+    def _wait_for_readers(self, store: dist.Store) -> None:
+        end = time.monotonic() + _READ
+        while store.add(f"{self._key}/read", 0) < self._size - 1 and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def _watch(self, store: dist.Store, is_over: threading.Event) -> None:
+        with _store_may_be_gone():
+            while not is_over.wait(POLL):
+                if store.check([self._key]):
+                    first = store.get(self._key).decode()
+                    self._read(store)
+                    if not is_over.wait(GRACE):
+                        _end(f"{first}. Rank {self._rank} waits for it in vain, and ends.")
+                    return
+
+
+@contextlib.contextmanager
+def _store_may_be_gone() -> Iterator[None]:
+    """Inside this context, a store that has ended with rank 0 is no error: that rank may have been done."""
+    with contextlib.suppress(RuntimeError):
+        yield
+
+
+def _end(why: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(f"\n{why}\n")
+    sys.stderr.flush()
+    end_at_once(1)  # not `sys.exit`, which ends this thread, and waits for the other one

@@ -1,0 +1,96 @@
+"""An error on one rank: the others end soon, and say which rank it was and why."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_parallel.strategies import failures
+from tests.data import loader
+from tests.models.pipelined import DeepTied
+from tests.names import num_readers
+from tests.parity import trainer_for
+from tests.rank_pool import RankError
+
+
+class Fails(DeepTied):
+    """Raises on given ranks: in the second step, or in a hook."""
+
+    def __init__(self, words: dict[int, str], where: str, wait: float = 0.0) -> None:
+        super().__init__()
+        self.words, self.where, self.wait = words, where, wait
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.fail("step", batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.fail("hook", batch_idx)
+
+    def fail(self, where: str, batch_idx: int) -> None:
+        if where == self.where and batch_idx == 1 and self.global_rank in self.words:
+            time.sleep(self.wait * self.global_rank)
+            raise ValueError(self.words[self.global_rank])
+
+
+def fit(strategy: str, words: dict[int, str], where: str = "step", wait: float = 0.0) -> list[str]:
+    """Fit with a short grace; the error of this rank, with its notes."""
+    module = Fails(words, where, wait)
+    trainer = trainer_for(strategy, 2)
+    with mock.patch.object(failures, "GRACE", 0.5), mock.patch.object(failures, "POLL", 0.2):
+        try:
+            trainer.fit(module, loader(num_readers(strategy, 2)))
+        except ValueError as error:
+            return [str(error), *getattr(error, "__notes__", [])]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("name", "where"), [("ddp_custom", "step"), ("fsdp_custom", "hook"), ("tp_custom", "step"), ("pp_custom", "step")]
+)
+def test_a_rank_that_waits_in_vain_ends(name: str, where: str, ranks: Any) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(fit, name, {1: "planted"}, where)
+    assert time.monotonic() - began < 60  # a collective waits for 30 minutes
+    assert "rank 1 raised ValueError: planted. Rank 0 waits for it in vain, and ends." in str(caught.value)
+    assert "rank 0 died with exit code 1" in str(caught.value)
+
+
+def test_the_later_error_names_the_first(ranks: Any) -> None:
+    first, second = ranks(2).run(fit, "ddp_custom", {0: "early", 1: "late"}, "step", 1.5)
+    assert first == ["early"]
+    assert second == ["late", "Before that, rank 0 raised ValueError: early"]
+
+
+def test_equal_errors_need_no_note(ranks: Any) -> None:
+    assert ranks(2).run(fit, "fsdp_custom", {0: "both", 1: "both"}) == [["both"], ["both"]]
+
+
+def again(strategy: str) -> list[bool]:
+    """A fit after one that failed on both ranks, and the threads that are left some time later."""
+    fit(strategy, {0: "both", 1: "both"})
+    module = DeepTied()
+    trainer = trainer_for(strategy, 2)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    trainer.fit(module, loader(2))
+    is_trained = not torch.equal(before[0], next(iter(module.parameters())))
+    time.sleep(2 * failures.POLL)
+
+    return [is_trained, not any(thread.name == "rank-failures" for thread in threading.enumerate())]
+
+
+def test_a_process_that_has_caught_an_error_fits_again(ranks: Any) -> None:
+    assert ranks(2).run(again, "ddp_custom") == [[True, True]] * 2
+
+
+def test_in_one_process_nobody_watches() -> None:
+    watch = failures.FailureWatch()
+    watch.start(mock.Mock(world_size=1))
+    watch.report(ValueError())
+    watch.stop()
