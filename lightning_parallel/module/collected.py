@@ -56,12 +56,14 @@ class Collected:
 
 
 def replace_collected(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> None:
-    """Put ``change(tensor)`` in the place of `tensor` where it was appended last, as by a hook on its layer.
+    """Put ``change(tensor)`` in the place of `tensor`, or a view of it, where it was appended last by a hook.
 
     Args:
         tensor: What may have been appended to a list.
         change: Makes of it what belongs there.
     """
     for entries in collecting_containers():
-        if type(entries) is list and entries and entries[-1] is tensor:
-            entries[-1] = change(tensor)
+        last = entries[-1] if type(entries) is list and entries else None
+        # FSDP2 hands a layer views of what the one before has returned.
+        if isinstance(last, Tensor) and last.shape == tensor.shape and last.data_ptr() == tensor.data_ptr():
+            entries[-1] = change(last)

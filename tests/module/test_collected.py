@@ -25,6 +25,7 @@ RUNS = [
     ("RouterLoss", "cp_custom:recompute=full", 2, 1),
     ("MiddleStates", "cp_custom", 2, 1),
     ("MiddleStates", "tp_custom", 2, 1),
+    ("Attentions", "tp_custom", 2, 1),
     ("RouterLoss", "fsdp_custom:context=2,tensor=2", 4, 1),
 ]
 """A module, a name with options, the number of ranks, and how many of them read different samples."""
@@ -54,8 +55,7 @@ def test_losses_on_what_hooks_collect(kind: str, name: str, size: int, readers: 
     ("kind", "name", "words"),
     [
         ("RouterLoss", "pp_custom", "only another pipeline stage computes"),
-        ("RouterLoss", "tp_custom:sequence=true", "keeps"),
-        ("Attentions", "tp_custom", "keeps"),
+        ("RouterLoss", "tp_custom:sequence=true", "(64, 4) in place of (128, 4)"),
         ("Attentions", "cp_custom", "scaled_dot_product_attention"),
     ],
 )

@@ -63,7 +63,7 @@ def test_a_rank_that_waits_in_vain_ends(name: str, where: str, ranks: Any) -> No
 
 
 def test_the_later_error_names_the_first(ranks: Any) -> None:
-    first, second = ranks(2).run(fit, "ddp_custom", {0: "early", 1: "late"}, "step", 1.5)
+    first, second = ranks(2).run(fit, "ddp_custom", {0: "early", 1: "late"}, "step", 0.3)
     assert first == ["early"]
     assert second == ["late", "Before that, rank 0 raised ValueError: early"]
 

@@ -18,7 +18,6 @@ from tests.parity import TOLERANCE, once
 
 PRODUCTS = [
     ("fsdp_custom:pipeline=2,microbatches=2", 4, 2),
-    ("fsdp_custom:tensor=2,pipeline=2", 4, 1),
     ("hsdp_custom:context=2", 4, 2),
     ("pp_custom:schedule=zbv", 2, 1),
 ]
