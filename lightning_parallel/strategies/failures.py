@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 POLL = 1.0
 """Seconds between two looks for errors of other ranks."""
-GRACE = 10.0
+GRACE = 30.0
 """Seconds in which a rank may notice by itself that another one has failed, before its process ends."""
 _READ = 5.0
 """Seconds that rank 0, which keeps the store, waits for others to read why it ends."""

@@ -12,11 +12,9 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    RandomSampler,
     Sampler,
     SequentialSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 from tests.parity import trainer_for
@@ -66,10 +64,6 @@ def batches_of(kind: str, data: TensorDataset, num_ranks: int, rank: int) -> Any
     samplers: dict[str, Any] = {
         "plain": lambda: BatchSampler(SequentialSampler(data), size, drop_last=False),
         "dropped": lambda: BatchSampler(SequentialSampler(data), size, drop_last=True),
-        "random": lambda: BatchSampler(RandomSampler(data), size, drop_last=False),
-        "weighted": lambda: BatchSampler(
-            WeightedRandomSampler([1.0] * 12 + [0.0] * (len(data) - 12), 12, replacement=False), size, drop_last=False
-        ),
         "buckets": lambda: Buckets(len(data), draws=False),
         "drawn": lambda: Buckets(len(data)),
         "unlike": lambda: Buckets(len(data), seed=rank),

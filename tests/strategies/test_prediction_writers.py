@@ -14,14 +14,15 @@ from torch.utils.data import DataLoader
 
 from tests.data import data_of
 from tests.models.pipelined import DeepTied
-from tests.names import SHARING, num_ranks, num_readers
+from tests.names import num_ranks, num_readers
 from tests.parity import trainer_for
 
 SAMPLES = 16
 PRODUCTS = [("fsdp_custom:pipeline=2", 4, 2)]
 """A name with options, the number of ranks, and how many of them read different samples."""
 NAMES = [
-    (name, num_ranks(name), num_readers(name, num_ranks(name))) for name in ("ddp_custom", "fsdp_custom", *SHARING)
+    (name, num_ranks(name), num_readers(name, num_ranks(name)))
+    for name in ("ddp_custom", "fsdp_custom", "cp_custom", "tp_custom", "pp_custom")
 ]
 
 
