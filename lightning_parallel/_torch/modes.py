@@ -19,6 +19,18 @@ def outside_of(mode: Any) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def outside_of_all() -> Iterator[None]:
+    """Inside this context, every `TorchFunctionMode` is off, and on again after it.
+
+    `torch.overrides._pop_mode_temporarily`, since 1.13; `DisableTorchFunction` would switch off subclasses, too.
+    """
+    with contextlib.ExitStack() as stack:
+        while torch.overrides._get_current_function_mode() is not None:
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        yield
+
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ def closure_of_update(
     optimizer: Optimizer,
     closure: Callable[[], Any],
     *,
-    before_update: Callable[[], None],
+    before_update: Sequence[Callable[[], None]],
 ) -> Callable[[], Any]:
     """Return `closure`, forward and backward of the last microstep, with what comes between it and the update.
 
@@ -29,12 +29,13 @@ def closure_of_update(
         strategy: Knows the ranks that read different samples.
         optimizer: The one that calls.
         closure: Runs inside of the optimizer's step, as does what follows it.
-        before_update: Runs after it.
+        before_update: Called after it, in order.
     """
 
     def run() -> Any:
         result = closure()
-        before_update()
+        for each in before_update:
+            each()
         if not isinstance(optimizer, LBFGS) or result is None:
             return result
         loss = torch.as_tensor(result, device=strategy.root_device).detach().clone()

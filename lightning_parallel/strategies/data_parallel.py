@@ -43,6 +43,7 @@ class DataParallelStrategy(PlannedStrategy):
         compile: ``"layers"`` compiles each layer of the stacks, in place.
         float8: Recipe of the stacks' linear maps, ``"tensorwise"`` or ``"rowwise"``; needs the extra ``float8``.
         offload: ``"optimizer"`` keeps optimizer state in host memory between updates.
+        check: ``"first_step"`` compares the first step with one process, before an update; ``"auto"`` if a copy fits.
 
     Example:
         >>> Trainer(strategy=DataParallelStrategy(), accelerator="gpu", devices=2)
@@ -56,9 +57,10 @@ class DataParallelStrategy(PlannedStrategy):
         compile: str = "none",
         float8: str | None = None,
         offload: str = "none",
+        check: str = "off",
     ) -> None:
         layer = LayerPolicies(layers=layers, float8=float8, recompute=recompute, compile=compile)
-        super().__init__(Policies(layer=layer, shards=False, offload=offload))
+        super().__init__(Policies(layer=layer, shards=False, offload=offload), check=check)
         self._layers_before: Snapshot | None = None
         self._replicated: ReplicatedSteps | None = None
 
@@ -152,6 +154,7 @@ class DataParallelStrategy(PlannedStrategy):
         if is_fitting:
             _lightning.move_optimizers(self.optimizers, self.root_device)
             self.steps.adopt(self.optimizers)
+        self.first_step.note()
 
     @override
     def model_to_device(self) -> None:
@@ -164,6 +167,9 @@ class DataParallelStrategy(PlannedStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.first_step.run(self._training_step, args, kwargs)
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
             return self._step("training_step", *args, **kwargs)
 

@@ -54,6 +54,7 @@ class DDPStrategy(ProcessGroupStrategy):
             ``"auto"`` is here, because gradients are whole anyway), or in ``"every"`` one.
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a missing rank; seconds or a timedelta.
+        check: ``"first_step"`` compares the first step with one process, before an update; ``"auto"`` if a copy fits.
 
     Example:
         >>> Trainer(strategy=DDPStrategy(comm_hook="fp16"), devices=2)
@@ -76,6 +77,7 @@ class DDPStrategy(ProcessGroupStrategy):
         accumulation_sync: str = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | float = default_pg_timeout,
+        check: str = "off",
     ) -> None:
         policies = Policies(
             layer=LayerPolicies(layers=layers, float8=float8, recompute=recompute, compile=compile),
@@ -83,7 +85,7 @@ class DDPStrategy(ProcessGroupStrategy):
             offload=offload,
             accumulation_sync=accumulation_sync,
         )
-        super().__init__(policies, process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__(policies, process_group_backend=process_group_backend, timeout=timeout, check=check)
         self._comm_hook = comm_hook
         self._powersgd_rank = powersgd_rank
         self._find_unused_parameters = find_unused_parameters
@@ -129,6 +131,7 @@ class DDPStrategy(ProcessGroupStrategy):
         if is_fitting:
             _lightning.move_optimizers(self.optimizers, self.root_device)
             self._steps.adopt(self.optimizers)
+        self.first_step.note()
 
     def _set_model(self, model: nn.Module) -> None:
         self.model = model

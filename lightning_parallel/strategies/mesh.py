@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 
 
 class MeshStrategy(ProcessGroupStrategy):
-    """Train an unchanged LightningModule on a mesh of ranks.
-
-    Degrees are numbers; ``"node"`` is the number of ranks on a machine.
+    """Train an unchanged LightningModule on a mesh of ranks. A degree ``"node"`` is the number of ranks on a machine.
 
     Args:
         replicate: Ranks that hold equal copies; ``"auto"`` is one group a machine, two groups on a single machine.
@@ -45,8 +43,7 @@ class MeshStrategy(ProcessGroupStrategy):
         context: Ranks that share one sequence inside the layer stacks (Ulysses; Jacobs et al. 2023).
         tensor: Ranks that share the matrix products and the heads of each layer (Shoeybi et al. 2019).
         pipeline: Ranks that share the stack of layers, some of its layers each.
-        layers: Path or paths of the layer stacks, such as ``"model.layers"``, where the search should not decide;
-            ``[]`` for no stack, which gathers all parameters around the whole step.
+        layers: Path or paths of the layer stacks, if no search should decide; ``[]`` gathers all parameters at once.
         forward_methods: Dotted path or paths of further methods in which parameters are to be gathered, such as
             ``"model.generate"``, for calls from outside a step.
         reshard: ``"always"`` frees gathered parameters after a layer's forward; ``"never"`` keeps them until its
@@ -78,6 +75,7 @@ class MeshStrategy(ProcessGroupStrategy):
         precision_policy: Dtypes of gathering and reducing, in place of those that belong to `Trainer(precision=...)`.
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a missing rank; seconds or a timedelta.
+        check: ``"first_step"`` compares the first step with one process, before an update; ``"auto"`` if a copy fits.
 
     Raises:
         ConfigurationError: From `Trainer(...)` or at the start of `fit`, with every reason at once.
@@ -113,6 +111,7 @@ class MeshStrategy(ProcessGroupStrategy):
         precision_policy: DtypePolicy | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float = default_pg_timeout,
+        check: str = "off",
     ) -> None:
         cut = PipelinePolicy(schedule=schedule, microbatches=microbatches, stages=stages, virtual_stages=virtual_stages)
         policies = Policies(
@@ -128,7 +127,7 @@ class MeshStrategy(ProcessGroupStrategy):
             accumulation_sync=accumulation_sync,
             optimizer_in_backward=optimizer_in_backward,
         )
-        super().__init__(policies, process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__(policies, process_group_backend=process_group_backend, timeout=timeout, check=check)
         self._degrees = Degrees(replicate=replicate, shard=shard, context=context, tensor=tensor, pipeline=pipeline)
         self._mesh: Mesh | None = None
         self._parallel: ParallelModule | None = None
@@ -211,6 +210,7 @@ class MeshStrategy(ProcessGroupStrategy):
         if is_fitting and self._policies.offload != "all":
             _lightning.move_optimizers(self.optimizers, self.root_device)
         self._parallel.attach(self.optimizers if self._has_cut_optimizers else [], self._lightning_optimizers)
+        self.first_step.note()
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

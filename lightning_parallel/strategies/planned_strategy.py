@@ -24,6 +24,7 @@ from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.steps import StepHooks
 from lightning_parallel.strategies.closures import closure_of_update
 from lightning_parallel.strategies.failures import FailureWatch
+from lightning_parallel.strategies.first_step import FirstStep
 from lightning_parallel.strategies.refusals import module_violations, without_unmovable_module
 from lightning_parallel.techniques.deferred_init.deferral import Deferral
 
@@ -40,15 +41,17 @@ class PlannedStrategy(ParallelStrategy):
 
     Args:
         policies: The rules, without those that depend on the module.
+        check: Whether the first step is compared with one process.
     """
 
-    def __init__(self, policies: Policies) -> None:
+    def __init__(self, policies: Policies, *, check: str = "off") -> None:
         super().__init__()
         self.num_nodes = 1
         self._policies = policies
         self._planned: tuple[Any, Plan] | None = None
         self._steps = StepHooks(policies)
         self._failures = FailureWatch()
+        self.first_step = FirstStep(self, check)
         self._deferral = Deferral(to_meta=self._defers_init, tell=rank_zero_info)
 
     _defers_init = False
@@ -85,8 +88,6 @@ class PlannedStrategy(ParallelStrategy):
         """Whether the batch of a rank runs in parts, each of which is averaged over its samples alone."""
         return self.degrees.pipeline != 1
 
-    # The plan ---------------------------------------------------------------------------------------------------
-
     @property
     def degrees(self) -> Degrees:
         """The resolved degrees; they need the devices, so a Trainer."""
@@ -104,8 +105,6 @@ class PlannedStrategy(ParallelStrategy):
         if self._planned is None or self._planned[0] != key:
             self._planned = key, build_plan(module, degrees, policies)
         return self._planned[1]
-
-    # What is refused, and when ----------------------------------------------------------------------------------
 
     def set_up_violations(self) -> list[str]:
         """Reasons that lie in the devices and the rules; known as soon as the Trainer is made."""
@@ -141,8 +140,6 @@ class PlannedStrategy(ParallelStrategy):
         super().connect(model)
         self.check_module(model)
 
-    # Lifecycle --------------------------------------------------------------------------------------------------
-
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -153,6 +150,7 @@ class PlannedStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.check_module(self.module, is_built=True)
+        self.first_step.begin(trainer)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -162,12 +160,11 @@ class PlannedStrategy(ParallelStrategy):
     def teardown(self) -> None:
         self._failures.stop()
         self.steps.close()
+        self.first_step.end()
         self._planned = None
         self._deferral.detach()
         with without_unmovable_module(self):
             super().teardown()
-
-    # Around a step ----------------------------------------------------------------------------------------------
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -177,7 +174,7 @@ class PlannedStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.steps.begin()
-        output = super().training_step(*args, **kwargs)
+        output = self.first_step.run(super().training_step, args, kwargs)
         self.steps.after_forward()
         return output
 
@@ -190,14 +187,17 @@ class PlannedStrategy(ParallelStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         self.steps.before_backward(closure_loss)
+        self.first_step.before_backward(closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         self.steps.after_backward()
+        self.first_step.after_backward()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        closure = closure_of_update(self, optimizer, closure, before_update=self.steps.before_update)
+        before_update = (self.steps.before_update, self.first_step.before_update)
+        closure = closure_of_update(self, optimizer, closure, before_update=before_update)
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.steps.after_update(optimizer)
         return result

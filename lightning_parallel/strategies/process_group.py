@@ -42,10 +42,13 @@ class ProcessGroupStrategy(PlannedStrategy):
         policies: The rules, but for what belongs to a module.
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a rank that is missing; seconds or a timedelta.
+        check: Whether the first step is compared with one process.
     """
 
-    def __init__(self, policies: Policies, *, process_group_backend: str | None, timeout: timedelta | float) -> None:
-        super().__init__(policies)
+    def __init__(
+        self, policies: Policies, *, process_group_backend: str | None, timeout: timedelta | float, check: str
+    ) -> None:
+        super().__init__(policies, check=check)
         self._process_group_backend = process_group_backend
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self._dealer: SampleDealer | None = None
@@ -138,8 +141,6 @@ class ProcessGroupStrategy(PlannedStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         return dataloader if self._dealer is None else self._dealer.deal_out(dataloader)
 
-    # Collectives ------------------------------------------------------------------------------------------------
-
     @override
     def model_to_device(self) -> None:
         self.module.to(self.root_device)
@@ -176,8 +177,6 @@ class ProcessGroupStrategy(PlannedStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         count = int(self.reduce(torch.tensor(int(decision), device=self.root_device), dist.group.WORLD, "sum"))
         return count == self.world_size if all else count > 0
-
-    # Random numbers and checkpoints -----------------------------------------------------------------------------
 
     @override
     def on_train_start(self) -> None:

@@ -1,0 +1,128 @@
+"""A plain copy of a module, taken before it is made parallel and filled when it is needed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.module.object_state import CONTAINERS
+
+_PLAIN = (bool, int, float, str, type(None), *CONTAINERS)
+
+
+class NotCopyableError(Exception):
+    """A module of which no plain copy can be made; the message says why."""
+
+
+class PlainCopy:
+    """The structure of a module, to be filled later with what the module holds then.
+
+    Until then the copy has the module's objects, hooks and tied weights, and no memory for parameters and buffers.
+
+    Args:
+        module: The module, before anything is applied to it.
+        shared: Objects that the copy refers to as the module does.
+        device: Where the copy is going to hold its tensors.
+
+    Raises:
+        NotCopyableError: If something in the module cannot be copied.
+
+    Example:
+        >>> twin = PlainCopy(module, shared=[trainer], device=device)
+        >>> ...  # make the module parallel
+        >>> twin.note(module)
+        >>> ...  # hooks of the user change attributes
+        >>> twin.fill(module, whole).training_step(batch, 0)
+    """
+
+    def __init__(self, module: nn.Module, *, shared: Iterable[object], device: torch.device) -> None:
+        self._device = device
+        memo: dict[int, Any] = {id(each): each for each in shared}
+        for tensor in (*module.parameters(), *module.buffers()):
+            memo[id(tensor)] = _without_memory(tensor, device)
+        # deepcopy keeps what it has copied alive in the memo, under this key.
+        memo[id(memo)] = []
+        try:
+            self._copy: nn.Module = copy.deepcopy(module, memo)
+        except Exception as error:
+            raise NotCopyableError(f"it cannot be copied: {type(error).__name__}: {error}") from error
+        self._noted: dict[str, dict[str, Any]] = {}
+
+    def note(self, module: nn.Module) -> None:
+        """Note the attributes of `module` once it is parallel: what changes from here on, the user's hooks change."""
+        self._noted = {path: dict(_plain_attributes(child)) for path, child in module.named_modules()}
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module, whole: Callable[[str, Tensor], Tensor]) -> nn.Module:
+        """Give the copy the attributes and the numbers that `module` has now. A collective where these are sharded.
+
+        Args:
+            module: The module, parallel by now.
+            whole: From the name of a parameter or buffer, and what the module holds, to the whole tensor.
+
+        Raises:
+            NotCopyableError: If the module has other tensors by now.
+        """
+        self._follow_attributes(module)
+        theirs, own = _tensors(module), _tensors(self._copy)
+        if theirs.keys() != own.keys():
+            names = sorted(theirs.keys() ^ own.keys())
+            raise NotCopyableError(f"hooks have given it other tensors since it was set up: {', '.join(names[:4])}")
+        filled: set[int] = set()
+        for name, target in own.items():
+            if id(target) in filled:
+                continue
+            filled.add(id(target))
+            value = whole(name, theirs[name]).detach()
+            target.data = value.to(self._device, copy=True)
+            target.requires_grad_(theirs[name].requires_grad)
+        for path, child in module.named_modules():
+            self._copy.get_submodule(path).training = child.training
+        return self._copy
+
+    def _follow_attributes(self, module: nn.Module) -> None:
+        twins: dict[int, Any] = {}
+        for path, child in module.named_modules():
+            twin = _submodule(self._copy, path)
+            if twin is None:
+                raise NotCopyableError(f"hooks have added {path!r} to it since it was set up")
+            twins[id(child)] = twin
+        for path, child in module.named_modules():
+            noted = self._noted.get(path, {})
+            for name, value in _plain_attributes(child):
+                if name not in noted or (noted[name] is not value and noted[name] != value):
+                    vars(twins[id(child)])[name] = copy.deepcopy(value, dict(twins))
+
+
+def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Attributes that a hook may set: numbers, names, and containers of them, copied so that changes show."""
+    for name, value in vars(module).items():
+        if name in ("training", "_parameters", "_buffers", "_modules") or type(value) not in _PLAIN:
+            continue
+        yield name, copy.copy(value) if type(value) in CONTAINERS else value
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Name -> parameter or buffer, under every name that it has."""
+    return dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _without_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same kind whose memory comes when it is filled."""
+    empty = torch.empty((0,), dtype=tensor.dtype, device=device)
+    if not isinstance(tensor, nn.Parameter):
+        return empty
+    parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    parameter.__dict__.update(vars(tensor))  # marks that code reads, such as `parameter.no_weight_decay`
+    return parameter

@@ -1,0 +1,134 @@
+"""The accumulation window of a fit that is compared with one process: the values and gradients of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_parallel.module.differences import Tolerance, first_of, gradient_differences, value_difference
+from lightning_parallel.strategies.plain_step import PlainSteps, StepValues
+
+
+@dataclass
+class ComparedWindow:
+    """The accumulation window that is compared.
+
+    Args:
+        plain: The steps of the copy.
+        tolerance: How far the two may be apart.
+    """
+
+    plain: PlainSteps
+    tolerance: Tolerance
+    num_backwards: int = 0
+    _expected: StepValues = field(default_factory=StepValues)
+    _pending: dict[str, Tensor] = field(default_factory=dict)
+    _gradients: dict[str, Tensor] = field(default_factory=dict)
+    _factor: Tensor | float = 1.0
+    _in_hooks: StepValues = field(default_factory=StepValues)
+    _losses: tuple[float, float] | None = None
+
+    def take_plain_step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Run the copy's next step."""
+        self._expected, self._pending = self.plain.run(args, kwargs)
+
+    def value_differences(self, ours: StepValues) -> list[str]:
+        """Loss and logged values that differ, in words."""
+        loss, expected = ours.loss, self._expected.loss
+        found = []
+        if not (apart := value_difference(loss, expected)) <= self.tolerance.value:
+            found.append(f"the loss is {_number(loss)} in place of {_number(expected)} ({apart:.1e} apart)")
+        elif self._losses is None and loss is not None and expected is not None:
+            self._losses = float(loss), float(expected)
+        return found + self._log_differences(ours, self._expected)
+
+    def hook_differences(self) -> list[str]:
+        """Values that differ in what hooks around the last backward have logged, in words."""
+        return self._log_differences(self._in_hooks, self.plain.in_hooks)
+
+    def _log_differences(self, ours: StepValues, expected: StepValues) -> list[str]:
+        found, own, theirs = [], ours.numbers(), expected.numbers()
+        for name in [*theirs, *(name for name in own if name not in theirs)]:
+            value, reference = own.get(name), theirs.get(name)
+            if not value_difference(value, reference) <= self.tolerance.value:
+                found.append(f"{name!r} is logged as {_number(value)} in place of {_number(reference)}")
+        return found
+
+    def watch(self, loss: Tensor) -> None:
+        """Watch the gradient of `loss`, once it has passed all hooks."""
+        self._factor = 1.0
+
+        def note(gradients: tuple[Tensor, ...]) -> None:
+            self._factor = gradients[0].detach().clone()
+
+        if loss.grad_fn is not None:
+            loss.grad_fn.register_prehook(note)
+
+    def add_gradients(self, num_microsteps: int) -> None:
+        """Add the gradients of the copy's last step, multiplied as the real ones were."""
+        self.num_backwards += 1
+        for name, gradient in self._pending.items():
+            part = gradient * (self._factor / num_microsteps)
+            self._gradients[name] = self._gradients[name] + part if name in self._gradients else part
+        self._pending = {}
+
+    @contextmanager
+    def of_hooks(self, module: LightningModule) -> Iterator[None]:
+        """Note what the hooks around a backward of `module` log."""
+        self._in_hooks = StepValues()
+        with self._in_hooks.of(module, passes_on=True):
+            yield
+
+    def averaged(self, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+        """The gradients of the window, averaged over the ranks that read different samples. A collective.
+
+        Args:
+            group: Those ranks; ``None`` for one process.
+        """
+        size = 1 if group is None else group.size()
+        result = {}
+        for name, parameter in self.plain.module.named_parameters():
+            if parameter.requires_grad:
+                gradient = self._gradients.get(name)
+                gradient = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
+                if size > 1:
+                    dist.all_reduce(gradient, group=group)
+                result[name] = gradient / size
+        return self.plain.after_backward(result)
+
+    def gradient_differences(self, ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+        """Gradients that differ, in words.
+
+        Args:
+            ours: Name of a parameter -> its whole gradient.
+            expected: As `averaged` returns them.
+        """
+        found = gradient_differences(ours, expected, self.tolerance)
+        if not found:
+            return []
+        name, apart = next(iter(found.items()))
+        unused = [name for name in expected if name not in self._gradients]
+        return [
+            f"{len(found)} of {len(expected)} gradients differ, that of {name!r} by {apart:.1e} of its norm (at most "
+            f"{self.tolerance.gradient:.0e} is rounding): {first_of(list(found))}"
+            + (f" (the step does not use {first_of(unused)})" if unused else "")
+        ]
+
+    def summary(self, num_gradients: int) -> str:
+        """The line that says that both are equal."""
+        losses = "" if self._losses is None else f"loss {self._losses[0]:.4f} = {self._losses[1]:.4f}, "
+        return f"first step equals one process: {losses}{num_gradients} gradients"
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    tensor = torch.as_tensor(value).detach()
+    return f"{float(tensor):.6g}" if tensor.numel() == 1 else f"a tensor of shape {list(tensor.shape)}"

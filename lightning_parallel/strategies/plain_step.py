@@ -1,0 +1,193 @@
+"""Training steps on a plain copy of the module, as one process would take them, without any side effect."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_parallel import _torch
+from lightning_parallel.module.object_state import CONTAINERS, ObjectState
+from lightning_parallel.ranks.random_streams import RandomState, unchanged_generators
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins import Precision
+
+_KEPT = (bool, int, float, str, type(None), *CONTAINERS)
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass
+class StepValues:
+    """The values that a training step has returned and logged.
+
+    Args:
+        loss: The loss; ``None`` where the step was skipped.
+        logged: Name, and how many times it was logged before -> number, tensor or metric.
+    """
+
+    loss: Tensor | None = None
+    logged: dict[tuple[str, int], Any] = field(default_factory=dict)
+
+    def take_loss(self, output: Any) -> None:
+        """Note the loss in the `output` of a training step."""
+        loss = output.get("loss") if isinstance(output, dict) else output
+        self.loss = loss.detach().clone() if isinstance(loss, Tensor) else None
+
+    @contextlib.contextmanager
+    def of(self, module: LightningModule, *, passes_on: bool) -> Iterator[None]:
+        """Note what `module` logs here.
+
+        Args:
+            module: The module that calls ``self.log``.
+            passes_on: Whether it is logged, too.
+        """
+        own, log = vars(module).get("log"), module.log
+
+        def noted(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            times = sum(1 for known, _ in self.logged if known == name)
+            self.logged[name, times] = value.detach().clone() if isinstance(value, Tensor) else value
+            if passes_on:
+                log(name, value, *args, **kwargs)
+
+        vars(module)["log"] = noted
+        try:
+            yield
+        finally:
+            if vars(module).get("log") is noted:
+                del vars(module)["log"]
+                if own is not None:
+                    vars(module)["log"] = own
+
+    def numbers(self) -> dict[str, Any]:
+        """The logged values that are no metrics, by name; a value that was logged again has a number, too."""
+        return {
+            name if times == 0 else f"{name} ({times + 1})": value
+            for (name, times), value in self.logged.items()
+            if not isinstance(value, Metric)
+        }
+
+
+class PlainSteps:
+    """Training steps on a plain copy, which leave nothing behind but their values and gradients.
+
+    Args:
+        module: The user's module, parallel by now.
+        plain: Its plain copy, filled.
+        trainer: The trainer.
+        device: The device on which both run.
+    """
+
+    def __init__(self, module: LightningModule, plain: LightningModule, trainer: Trainer, device: torch.device) -> None:
+        self.module = plain
+        self._device = device
+        self._precision: Precision = trainer.precision_plugin
+        self._originals = module
+        self.draws = False
+        """Whether a step has drawn random numbers."""
+        self.in_hooks = StepValues()
+        """The values that hooks around the last backward have logged."""
+        plain.trainer = _QuietTrainer(trainer)  # type: ignore[assignment]
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[StepValues, dict[str, Tensor]]:
+        """Forward and backward of one training step, from the present random state, which stays as it is.
+
+        Args:
+            args: The arguments of the training step; copied, since a step may change its batch.
+            kwargs: As `args`.
+
+        Returns:
+            What the step has returned and logged, and the gradients of its loss by the name of the parameter.
+        """
+        values, self.in_hooks = StepValues(), StepValues()
+        with self._alone():
+            before = RandomState.take(self._device)
+            with values.of(self.module, passes_on=False), self._precision.train_step_context():
+                output = self.module.training_step(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+            after = RandomState.take(self._device)
+            self.draws = self.draws or not _equal(before, after)
+            values.take_loss(output)
+            loss = output.get("loss") if isinstance(output, dict) else output
+            if isinstance(loss, Tensor):
+                self._backward(loss)
+        return values, self.take_gradients()
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """The gradients of the copy, by the first name of each parameter, which has none afterwards."""
+        gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        return gradients
+
+    def after_backward(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Call the user's hook on the copy.
+
+        Args:
+            gradients: Name of a parameter -> its complete gradient.
+
+        Returns:
+            The gradients as the hook leaves them.
+        """
+        for name, parameter in self.module.named_parameters():
+            parameter.grad = gradients.get(name)
+        with self._alone(), self.in_hooks.of(self.module, passes_on=False):
+            self.module.on_after_backward()
+        return self.take_gradients()
+
+    def _backward(self, loss: Tensor) -> None:
+        with self.in_hooks.of(self.module, passes_on=False):
+            self.module.on_before_backward(loss)
+            self.module.backward(loss)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let nothing be printed, warned, drawn or changed in the module itself, which closures may refer to."""
+        attributes = [
+            ObjectState(child, lambda name, value: type(value) in _KEPT and name not in _TABLES)
+            for child in self._originals.modules()
+        ]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(unchanged_generators(self._device))
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(_torch.modes.outside_of_all())
+            try:
+                yield
+            finally:
+                for each in attributes:
+                    each.restore(keeps_new=False)
+
+
+class _QuietTrainer:
+    """A trainer that logs nowhere, and takes what is set on it for itself."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        vars(self)["_trainer"] = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        trainer = vars(self)["_trainer"]
+        if name == "loggers":
+            return [DummyLogger() for _ in trainer.loggers]
+        if name == "logger":
+            return DummyLogger() if trainer.loggers else None
+        return getattr(trainer, name)
+
+
+def _equal(first: RandomState, second: RandomState) -> bool:
+    if not torch.equal(first.host, second.host) or first.python != second.python:
+        return False
+    if first.device is not None and second.device is not None and not torch.equal(first.device, second.device):
+        return False
+    return bool((first.numpy[1] == second.numpy[1]).all()) and first.numpy[2:] == second.numpy[2:]

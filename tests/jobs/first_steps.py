@@ -1,0 +1,65 @@
+"""Fits whose first step is compared with one process, and what they say of it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import lightning as L
+
+from lightning_parallel.strategies import first_step, planned_strategy
+from tests.data import batches
+from tests.parity import Outcome, train_module
+
+SAYS = "first step"
+
+
+@contextmanager
+def compared(check: str = "first_step") -> Iterator[None]:
+    """Let every strategy compare its first step, whatever it was given."""
+    make = functools.partial(_first_step, check)
+    with mock.patch.object(planned_strategy, "FirstStep", make):
+        yield
+
+
+def _first_step(check: str, strategy: planned_strategy.PlannedStrategy, _: str) -> first_step.FirstStep:
+    return first_step.FirstStep(strategy, check)
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """What is said of the first step."""
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith(SAYS):
+                lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Handler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def fit(
+    make: Callable[[], L.LightningModule],
+    case: str,
+    strategy: str,
+    num_ranks: int,
+    readers: int,
+    check: str = "first_step",
+    **kwargs: object,
+) -> tuple[Outcome, list[str]]:
+    """Train; return the outcome, and what was said of the first step."""
+    with said() as lines, compared(check):
+        outcome = train_module(make, batches(case, readers), strategy, num_ranks, **kwargs)  # type: ignore[arg-type]
+    return outcome, lines

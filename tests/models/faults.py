@@ -1,0 +1,90 @@
+"""Modules whose step is not what one process computes, under some strategy, and modules with hooks around a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.data import IGNORED
+from tests.models.cases import ByteGPT, next_token_loss
+
+
+class SumOfSamples(ByteGPT):
+    """A loss that is a sum over the batch: a mean over microbatches is a part of it."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return next_token_loss(self.model(tokens), tokens) * len(tokens)
+
+
+class UnevenLabels(ByteGPT):
+    """A mean over the tokens that count, of which each sample has another number."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        lengths = tokens[:, 0] % (tokens.shape[1] - 2) + 2
+        labels = tokens.masked_fill(torch.arange(tokens.shape[1]) >= lengths[:, None], IGNORED)
+        return F.cross_entropy(self.model(tokens)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+
+
+class _WithPenalty(nn.Module):
+    """A layer that keeps a penalty, which is no sum over positions, for the loss."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.penalty: Any = 0.0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.layer(hidden)
+        self.penalty = result.mean(dim=(0, 1)).square().sum()
+        return result
+
+
+class PenaltyOfLayers(ByteGPT):
+    """An auxiliary loss as routers have it: ranks that share a sequence each see a part of the positions."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.model.blocks = nn.ModuleList(map(_WithPenalty, self.model.blocks))
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        loss = next_token_loss(self.model(tokens), tokens)
+        return loss + sum(block.penalty for block in self.model.blocks)  # type: ignore[misc]
+
+
+class AnyHooks(ByteGPT):
+    """Hooks that change attributes before the first step, change gradients, log, print and count."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.factor, self.steps_seen, self.notes = 1.0, 0, {"steps": 0}
+
+    def on_train_start(self) -> None:
+        self.factor = 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        self.steps_seen += 1
+        self.notes["steps"] += 1
+        print(f"step {self.steps_seen}")
+        loss = self.factor * self.loss(*batch)
+        self.log_dict({"train_loss": loss, "step": float(self.steps_seen)})
+        return {"loss": loss}
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.log("before", loss.detach())
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class WithDropout(ByteGPT):
+    """Draws random numbers in its layers."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        for block in self.model.blocks:
+            block.mlp = nn.Sequential(*block.mlp, nn.Dropout(0.5))  # type: ignore[union-attr,assignment]

@@ -1,0 +1,176 @@
+"""The first step of a fit is compared with one process: equal ones are told, others end the fit before an update."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_parallel import build_strategy, full_state_dict
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.module.differences import Tolerance, gradient_differences, value_difference
+from lightning_parallel.module.layer_check import LayerCheck
+from lightning_parallel.strategies.first_step import FirstStepError
+from tests.data import batches
+from tests.jobs.first_steps import compared, fit, said
+from tests.models.cases import GAN
+from tests.models.faults import AnyHooks, PenaltyOfLayers, SumOfSamples, UnevenLabels, WithDropout
+from tests.models.tables import MODULES
+from tests.names import num_ranks, num_readers
+from tests.parity import TOLERANCE, make_trainer, once, train_module, worst
+
+NAMES = [
+    "ddp_custom",
+    "zero1_custom",
+    "zero2_custom",
+    "fsdp_custom",
+    "hsdp_custom",
+    "cp_custom",
+    "tp_custom",
+    "fsdp_tp_custom",
+    "pp_custom",
+]
+
+
+def run(ranks: Any, make: Any, case: str, strategy: str, **kwargs: Any) -> Any:
+    name = strategy.partition(":")[0]
+    size = num_ranks(name)
+    return ranks(size).run(fit, make, case, strategy, size, num_readers(name, size), **kwargs)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", ["deep_tied", "configure_model", "frozen_lora", "bert"])
+def test_equal_under_every_name(ranks: Any, case: str, name: str) -> None:
+    outcome, lines = run(ranks, MODULES[case], case, name)
+    assert len(lines) == 1
+    equal = re.fullmatch(r"first step equals one process: loss ([\d.]+) = ([\d.]+), (\d+) gradients", lines[0])
+    assert equal is not None, lines
+    assert equal[1] == equal[2]
+    assert int(equal[3]) > 5
+    # Comparing has changed nothing.
+    assert worst(outcome, once(train_module, MODULES[case], batches(case, 1), "auto", 1)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["fsdp_custom:accumulation_sync=last", "fsdp_custom:accumulation_sync=every", "ddp_custom", "pp_custom"],
+)
+def test_the_whole_window_is_compared(ranks: Any, strategy: str) -> None:
+    _, lines = run(ranks, MODULES["byte_gpt"], "byte_gpt", strategy, accumulate_grad_batches=2)
+    assert lines[0].startswith("first step equals one process")
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("strategy", ["ddp_custom", "fsdp_custom", "tp_custom:recompute=full"])
+def test_under_other_dtypes(ranks: Any, strategy: str, precision: str) -> None:
+    _, lines = run(ranks, MODULES["byte_gpt"], "byte_gpt", strategy, precision=precision)
+    assert lines[0].startswith("first step equals one process")
+
+
+@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom", "tp_custom", "pp_custom"])
+def test_hooks_run_on_the_copy_and_leave_nothing(ranks: Any, name: str, capsys: Any) -> None:
+    if name == "pp_custom":
+        pytest.skip("a step on a microbatch counts each")
+    outcome, lines = run(ranks, AnyHooks, "byte_gpt", name)
+    assert lines[0].startswith("first step equals one process")
+    assert worst(outcome, once(train_module, AnyHooks, batches("byte_gpt", 1), "auto", 1)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "words"),
+    [
+        (SumOfSamples, "pp_custom", "the loss is"),
+        (UnevenLabels, "pp_custom", "the loss is"),
+    ],
+)
+def test_a_loss_that_is_another_one_ends_the_fit(ranks: Any, make: Any, strategy: str, words: str) -> None:
+    """What ranks see of a batch is a part here, which nothing else notices."""
+    found = ranks(2).run(ends_before_an_update, make, strategy)
+    assert words in found[0]
+    assert "in place of" in found[0]
+    assert found[1] == "the first step differs from one process; rank 0 says how"
+
+
+def ends_before_an_update(make: Any, strategy: str) -> str:
+    module = make()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with compared():
+        trainer = make_trainer(build_strategy(strategy), 2)
+    with pytest.raises(FirstStepError) as caught:
+        trainer.fit(module, batches("byte_gpt", 1))
+    assert trainer.global_step == 0
+    after = full_state_dict(trainer)
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+    assert after or dist.get_rank() != 0
+    return str(caught.value)
+
+
+def without_the_layer_check(strategy: str) -> str:
+    run_split = LayerCheck.run_split
+
+    def finds_nothing(self: LayerCheck, *args: Any, **kwargs: Any) -> list[str]:
+        run_split(self, *args, **kwargs)
+        return []
+
+    with mock.patch.object(LayerCheck, "run_split", finds_nothing):
+        return ends_before_an_update(PenaltyOfLayers, strategy)
+
+
+def test_a_penalty_of_layers_ends_the_fit_without_the_check_of_layers(ranks: Any) -> None:
+    assert "the loss is" in ranks(2).run(without_the_layer_check, "cp_custom")[0]
+
+
+def without_reducing(strategy: str) -> str:
+    with mock.patch("lightning_parallel.steps.reduce_gradients", return_value=None):
+        return ends_before_an_update(MODULES["bare_parameter"], strategy)
+
+
+def test_gradients_that_nobody_reduces_end_the_fit(ranks: Any) -> None:
+    found = ranks(2).run(without_reducing, "fsdp_custom:layers=model.blocks")
+    assert "gradients differ" in found[0]
+
+
+def test_random_numbers_of_shared_samples_are_not_compared(ranks: Any) -> None:
+    _, lines = run(ranks, WithDropout, "byte_gpt", "fsdp_custom")
+    assert lines[0].startswith("first step equals one process")  # each rank draws as the copy does
+    _, lines = run(ranks, WithDropout, "byte_gpt", "pp_custom")
+    assert len(lines) == 1
+    assert "not compared" in lines[0]
+    assert "random" in lines[0]
+
+
+def test_reasons_for_not_comparing_are_told(ranks: Any) -> None:
+    _, lines = run(ranks, GAN, "gan", "fsdp_custom")
+    assert lines == ["first step not compared with one process: manual optimization updates inside of the step"]
+    _, lines = run(ranks, MODULES["byte_gpt"], "byte_gpt", "fsdp_custom", check="off")
+    assert lines == []
+
+
+def test_one_process_is_the_reference_itself() -> None:
+    with said() as lines, compared():
+        train_module(MODULES["byte_gpt"], batches("byte_gpt", 1), "dp_custom", 1)
+    assert lines == []
+
+
+def test_an_unknown_check_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="check='always' is none of 'auto', 'first_step', 'off'"):
+        build_strategy("fsdp_custom:check=always")
+
+
+def test_distances() -> None:
+    nan, inf = torch.tensor(float("nan")), torch.tensor(float("inf"))
+    assert value_difference(1.0, 1.0) == 0.0
+    assert value_difference(None, None) == 0.0
+    assert value_difference(None, 1.0) == value_difference(nan, 1.0) == float("inf")
+    assert value_difference(inf, inf) == 0.0
+    assert value_difference(1.0, inf) == float("inf")
+    tolerance = Tolerance(torch.finfo(torch.float32).eps)
+    right = {"a": torch.ones(4), "b": torch.ones(4) * 1e-9}
+    assert gradient_differences(right, right, tolerance) == {}
+    assert list(gradient_differences({**right, "a": torch.zeros(4)}, right, tolerance)) == ["a"]
+    assert list(gradient_differences({**right, "a": torch.full((4,), float("nan"))}, right, tolerance)) == ["a"]
+    assert gradient_differences({**right, "b": torch.zeros(4)}, right, tolerance) == {}  # rounding of the others
