@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
+class Pausable(Protocol):
+    """A comparison of steps that can be paused."""
+
+    is_paused: bool
+
+
 @runtime_checkable
 class PlannedSteps(Protocol):
     """A strategy of this package."""
@@ -32,6 +38,10 @@ class PlannedSteps(Protocol):
     @property
     def replica_devices(self) -> list[torch.device]:
         """Devices of this process; where there are several, each batch is split over copies of the module on them."""
+
+    @property
+    def first_step(self) -> Pausable:
+        """The comparison of the first step with one process."""
 
     def refuse(self, violations: list[str]) -> None:
         """Raise with all `violations`, in words on rank 0 only."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_parallel import _lightning
-from lightning_parallel.callbacks.strategy_protocol import replica_devices
+from lightning_parallel.callbacks.strategy_protocol import PlannedSteps, replica_devices
 from lightning_parallel.module.object_state import CONTAINERS, Numbers, ObjectState
 from lightning_parallel.ranks.dtensors import local_of
 from lightning_parallel.ranks.random_streams import RandomState
@@ -69,6 +69,8 @@ def isolated(trainer: Trainer) -> Iterator[None]:
     ]
     if trainer.lightning_module.automatic_optimization:  # a schedule may end earlier than all trials together
         replaced.append((strategy, "lr_scheduler_configs", []))
+    if isinstance(strategy, PlannedSteps):
+        replaced.append((strategy.first_step, "is_paused", True))
     originals = [(holder, name, getattr(holder, name)) for holder, name, _ in replaced]
     try:
         for holder, name, value in replaced:

@@ -36,6 +36,7 @@ class PlainCopy:
         >>> ...  # make the module parallel
         >>> twin.note(module)
         >>> ...  # hooks of the user change attributes
+        >>> twin.follow(module)
         >>> twin.fill(module, whole).training_step(batch, 0)
     """
 
@@ -56,32 +57,48 @@ class PlainCopy:
         """Note the attributes of `module` once it is parallel: what changes from here on, the user's hooks change."""
         self._noted = {path: dict(_plain_attributes(child)) for path, child in module.named_modules()}
 
-    @torch.no_grad()
-    def fill(self, module: nn.Module, whole: Callable[[str, Tensor], Tensor]) -> nn.Module:
-        """Give the copy the attributes and the numbers that `module` has now. A collective where these are sharded.
+    def follow(self, module: nn.Module) -> None:
+        """Give the copy the attributes that `module` has now. No collective: another rank may have other ones.
 
         Args:
             module: The module, parallel by now.
-            whole: From the name of a parameter or buffer, and what the module holds, to the whole tensor.
 
         Raises:
-            NotCopyableError: If the module has other tensors by now.
+            NotCopyableError: If the module has other submodules or tensors by now.
         """
         self._follow_attributes(module)
         theirs, own = _tensors(module), _tensors(self._copy)
         if theirs.keys() != own.keys():
             names = sorted(theirs.keys() ^ own.keys())
             raise NotCopyableError(f"hooks have given it other tensors since it was set up: {', '.join(names[:4])}")
-        filled: set[int] = set()
-        for name, target in own.items():
+        for path, child in module.named_modules():
+            self._copy.get_submodule(path).training = child.training
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module, whole: Callable[[str, Tensor], Tensor]) -> nn.Module:
+        """Give the copy the numbers that `module` has now. A collective where these are sharded.
+
+        Args:
+            module: The module, which the copy follows.
+            whole: From the name of a parameter or buffer, and what the module holds, to the whole tensor.
+
+        Raises:
+            Exception: The first error in making a tensor, such as of a full memory, after the last collective.
+        """
+        theirs, filled = _tensors(module), set()
+        failed: Exception | None = None
+        for name, target in _tensors(self._copy).items():
             if id(target) in filled:
                 continue
             filled.add(id(target))
             value = whole(name, theirs[name]).detach()
-            target.data = value.to(self._device, copy=True)
+            try:
+                target.data = value.to(self._device, copy=True)
+            except Exception as error:  # the other ranks still wait for this one's shards
+                failed = failed or error
             target.requires_grad_(theirs[name].requires_grad)
-        for path, child in module.named_modules():
-            self._copy.get_submodule(path).training = child.training
+        if failed is not None:
+            raise failed
         return self._copy
 
     def _follow_attributes(self, module: nn.Module) -> None:

@@ -118,6 +118,8 @@ class FirstStep:
         self._copy: PlainCopy | None = None
         self._window: ComparedWindow | None = None
         self._listening = ExitStack()
+        self.is_paused = False
+        """Whether steps are trials, which are undone, and in which memory is measured."""
 
     def begin(self, trainer: Trainer) -> None:
         """Copy the module, if it is to be compared. Call it before anything is applied to it."""
@@ -126,23 +128,31 @@ class FirstStep:
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if self._check == "off" or not is_fitting or _is_reference(strategy) or trainer.ckpt_path is not None:
             return
-        if (reason := self._unsupported(module)) is not None:
-            _tell_unchecked(reason)
-            return
-        shared = [trainer, strategy, *_groups_of(module)]
-        try:
-            self._copy = PlainCopy(module, shared=shared, device=strategy.root_device)
-        except NotCopyableError as error:
-            _tell_unchecked(str(error))
+        reason = self._unsupported(module)
+        if not reason:
+            shared = [trainer, strategy, *_groups_of(module)]
+            try:
+                self._copy = PlainCopy(module, shared=shared, device=strategy.root_device)
+            except NotCopyableError as error:
+                reason = str(error)
+        self._agree(reason)
 
-    def _unsupported(self, module: LightningModule) -> str | None:
+    def _agree(self, reason: str) -> bool:
+        """Whether no rank has a `reason` not to compare; else none does, as comparing is a collective. One itself."""
+        if self._strategy.reduce_boolean_decision(not reason):
+            return True
+        self.end()
+        _tell_unchecked(reason or "another rank cannot")
+        return False
+
+    def _unsupported(self, module: LightningModule) -> str:
         if not module.automatic_optimization:
             return "manual optimization updates inside of the step"
         if self._strategy.updates_in_backward:
             return "optimizer_in_backward=True uses up each gradient as soon as it is there"
         if self._check == "auto" and not self._fits(module):
             return "the module does not fit on a rank beside itself; check='first_step' tries nevertheless"
-        return None
+        return ""
 
     def _fits(self, module: LightningModule) -> bool:
         size = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
@@ -171,7 +181,7 @@ class FirstStep:
         Raises:
             FirstStepError: If its loss or what it logs is not that of one process.
         """
-        if self._copy is None or not self._is_compared(args, kwargs):
+        if self._copy is None or self.is_paused or not self._is_compared(args, kwargs):
             return step(*args, **kwargs)
         assert self._window is not None
         window = self._window
@@ -183,41 +193,39 @@ class FirstStep:
         return output
 
     def _is_compared(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Run the step on the copy. False if some rank could not."""
+        """Run the step on the copy. False if some rank could not. A collective."""
+        assert self._copy is not None
+        if self._window is None:
+            reason = ""
+            try:
+                if any(isinstance(each, Iterator) for each in (*args, *kwargs.values())):
+                    raise NotCopyableError("the step takes an iterator, which gives each batch once")
+                self._copy.follow(self._strategy.module)
+            except NotCopyableError as error:
+                reason = str(error)
+            if not self._agree(reason):  # before the collectives of `fill`
+                return False
         reason = ""
         try:
-            self._take_plain_step(args, kwargs)
+            if self._window is None:
+                self._window = self._open_window(self._copy)
+            self._window.take_plain_step(args, kwargs)
         except Exception as error:  # a user's step may raise anything: the real one will, too, or the copy is at fault
             reason = f"a plain copy of the module raised {type(error).__name__}: {error}"
-        if self._strategy.reduce_boolean_decision(not reason):
-            return True
-        self.end()
-        _tell_unchecked(reason or "another rank could not run it")
-        return False
+        return self._agree(reason)
 
-    def _take_plain_step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        strategy = self._strategy
-        if any(isinstance(each, Iterator) for each in (*args, *kwargs.values())):
-            raise NotCopyableError("the step takes an iterator, which gives each batch once")
-        if self._window is None:
-            assert self._copy is not None
-            plain = self._fill()
-            steps = PlainSteps(strategy.module, plain, strategy.module.trainer, strategy.root_device)
-            self._window = ComparedWindow(steps, tolerance_of(strategy))
-        self._window.take_plain_step(args, kwargs)
-
-    def _fill(self) -> LightningModule:
-        module, copy = self._strategy.module, self._copy
-        assert copy is not None
+    def _open_window(self, copy: PlainCopy) -> ComparedWindow:
+        strategy, module = self._strategy, self._strategy.module
         owners = all_stage_owners(module)
         plain = copy.fill(module, lambda name, tensor: whole(tensor, owners.get(name)))
         assert isinstance(plain, LightningModule)
-        _make_ready(plain, self._strategy)
-        return plain
+        _make_ready(plain, strategy)
+        steps = PlainSteps(module, plain, module.trainer, strategy.root_device)
+        return ComparedWindow(steps, tolerance_of(strategy))
 
     def before_backward(self, loss: Tensor) -> None:
         """Watch by what the gradient of `loss` is multiplied: by the loss scale, or by weights of a callback."""
-        if self._window is not None:
+        if self._window is not None and not self.is_paused:
             self._window.watch(loss)
             self._listening.enter_context(self._window.of_hooks(self._strategy.module))
 
@@ -253,19 +261,20 @@ class FirstStep:
         """
         strategy, window = self._strategy, self._window
         assert window is not None
-        found = [differences]
+        # Together with whether numbers were drawn: ranks that read different samples may differ in that, too.
+        found = [(differences, window.plain.draws)]
         if dist.is_initialized() and strategy.world_size > 1:
-            found = [[] for _ in range(strategy.world_size)]
-            dist.all_gather_object(found, differences)
-        if not any(found):
+            found *= strategy.world_size
+            dist.all_gather_object(found, found[0])
+        if not any(each for each, _ in found):
             return
         self.end()
-        if window.plain.draws and _shares_samples(strategy):
+        if _shares_samples(strategy) and any(draws for _, draws in found):
             _tell_unchecked(
-                "its layers draw random numbers (dropout), which ranks that share samples draw for their parts"
+                "it draws random numbers (dropout), which ranks that share samples draw for their parts, and differs"
             )
             return
-        rank, first = next((rank, each) for rank, each in enumerate(found) if each)
+        rank, first = next((rank, each) for rank, (each, _) in enumerate(found) if each)
         if strategy.global_rank != 0:
             raise FirstStepError("the first step differs from one process; rank 0 says how")
         raise FirstStepError(_in_words(strategy, first, rank))

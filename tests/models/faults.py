@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -88,3 +89,40 @@ class WithDropout(ByteGPT):
         super().__init__(optimizer)
         for block in self.model.blocks:
             block.mlp = nn.Sequential(*block.mlp, nn.Dropout(0.5))  # type: ignore[union-attr,assignment]
+
+
+class LogsOneParameter(ByteGPT):
+    """A norm by hand, which under sharding is that of this rank's part."""
+
+    def on_after_backward(self) -> None:
+        gradient = self.model.head.weight.grad
+        assert gradient is not None
+        self.log("norm", gradient.norm())  # whole: Lightning clones it, which adds parts up
+        self.log("read", float(gradient.norm()))
+
+
+class CannotBeCopiedOnRank0(ByteGPT):
+    """Holds on rank 0 what nobody can copy."""
+
+    def setup(self, stage: str) -> None:
+        self.lock = threading.Lock() if self.global_rank == 0 else None
+
+
+class GrowsOnRank0(ByteGPT):
+    """A hook that gives the module another submodule, on one rank."""
+
+    def on_train_start(self) -> None:
+        if self.global_rank == 0:
+            self.probe = nn.Identity()
+
+
+class FailsOnCopyOfRank0(ByteGPT):
+    """A step that does not run on a second object, on one rank."""
+
+    def on_fit_start(self) -> None:
+        self.is_original = [id(self)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == 0 and self.is_original != [id(self)]:
+            raise RuntimeError("not the module itself")
+        return super().training_step(batch, batch_idx)

@@ -9,8 +9,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 
 from lightning_parallel import build_strategy, full_state_dict
+from lightning_parallel.callbacks.trials import isolated
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.differences import Tolerance, gradient_differences, value_difference
 from lightning_parallel.module.layer_check import LayerCheck
@@ -18,7 +20,17 @@ from lightning_parallel.strategies.first_step import FirstStepError
 from tests.data import batches
 from tests.jobs.first_steps import compared, fit, said
 from tests.models.cases import GAN
-from tests.models.faults import AnyHooks, PenaltyOfLayers, SumOfSamples, UnevenLabels, WithDropout
+from tests.models.faults import (
+    AnyHooks,
+    CannotBeCopiedOnRank0,
+    FailsOnCopyOfRank0,
+    GrowsOnRank0,
+    LogsOneParameter,
+    PenaltyOfLayers,
+    SumOfSamples,
+    UnevenLabels,
+    WithDropout,
+)
 from tests.models.tables import MODULES
 from tests.names import num_ranks, num_readers
 from tests.parity import TOLERANCE, make_trainer, once, train_module, worst
@@ -71,10 +83,8 @@ def test_under_other_dtypes(ranks: Any, strategy: str, precision: str) -> None:
     assert lines[0].startswith("first step equals one process")
 
 
-@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom", "tp_custom", "pp_custom"])
-def test_hooks_run_on_the_copy_and_leave_nothing(ranks: Any, name: str, capsys: Any) -> None:
-    if name == "pp_custom":
-        pytest.skip("a step on a microbatch counts each")
+@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom", "tp_custom"])
+def test_hooks_run_on_the_copy_and_leave_nothing(ranks: Any, name: str) -> None:
     outcome, lines = run(ranks, AnyHooks, "byte_gpt", name)
     assert lines[0].startswith("first step equals one process")
     assert worst(outcome, once(train_module, AnyHooks, batches("byte_gpt", 1), "auto", 1)) < TOLERANCE
@@ -141,6 +151,56 @@ def test_random_numbers_of_shared_samples_are_not_compared(ranks: Any) -> None:
     assert len(lines) == 1
     assert "not compared" in lines[0]
     assert "random" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (CannotBeCopiedOnRank0, "it cannot be copied"),
+        (GrowsOnRank0, "hooks have added"),
+        (FailsOnCopyOfRank0, "not the module itself"),
+    ],
+)
+@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom"])
+def test_a_reason_of_one_rank_is_one_for_all(ranks: Any, name: str, make: Any, words: str) -> None:
+    """Comparing is a collective: the others would wait."""
+    outcome, lines = run(ranks, make, "byte_gpt", name)
+    assert len(lines) == 1
+    assert words in lines[0]
+    assert worst(outcome, once(train_module, MODULES["byte_gpt"], batches("byte_gpt", 1), "auto", 1)) < TOLERANCE
+
+
+def test_a_part_that_a_hook_logs_ends_the_fit(ranks: Any) -> None:
+    found = ranks(2).run(ends_before_an_update, LogsOneParameter, "fsdp_custom")[0]
+    assert "'read' is logged as" in found
+    assert "'norm'" not in found
+
+
+class TriesFirst(Callback):
+    """Opens a trial, as searches do, and may leave it open."""
+
+    def __init__(self, *, stays: bool) -> None:
+        self.stays, self.states = stays, []  # type: ignore[var-annotated]
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        with isolated(trainer):
+            self.states.append(trainer.strategy.first_step.is_paused)
+        self.states.append(trainer.strategy.first_step.is_paused)
+        trainer.strategy.first_step.is_paused = self.stays
+
+
+def fit_after_a_trial(stays: bool) -> tuple[list[bool], int]:
+    with said() as lines, compared():
+        callback = TriesFirst(stays=stays)
+        trainer = make_trainer(build_strategy("fsdp_custom"), 2, callbacks=[callback])
+        trainer.fit(MODULES["byte_gpt"](), batches("byte_gpt", 2))
+    return callback.states, len(lines)
+
+
+def test_trials_are_not_compared(ranks: Any) -> None:
+    """A search measures memory, of which the copy would take a part."""
+    assert ranks(2).run(fit_after_a_trial, False)[0] == ([True, False], 1)
+    assert ranks(2).run(fit_after_a_trial, True)[0] == ([True, False], 0)
 
 
 def test_reasons_for_not_comparing_are_told(ranks: Any) -> None:
