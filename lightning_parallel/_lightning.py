@@ -7,7 +7,9 @@ Lightning that begins with an underscore, or read one from an object (a test enf
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler, _request_dataloader
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.utilities import grads
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled, _update_dataloader
 from torch import Tensor
 from torch.optim import Optimizer
@@ -50,6 +53,33 @@ Progress = _BaseProgress
 
 ResultCollection = _ResultCollection
 """Values that a loop has logged; since 1.6, waits for a public way to log nowhere."""
+
+
+@contextlib.contextmanager
+def gradient_norms_read() -> Iterator[None]:
+    """Inside this context, `lightning.pytorch.utilities.grad_norm` reads the norms of parameters one by one.
+
+    It gives a list of them to `torch.tensor`, which reads their memory, where a DTensor has none. `torch` in its
+    module, `grads`, since 1.4, is replaced, and not the function, which users have imported.
+    """
+
+    def tensor(values: Sequence[Any]) -> Tensor:
+        return torch.tensor([float(value) for value in values])
+
+    grads.torch = types.SimpleNamespace(tensor=tensor)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        grads.torch = torch
+
+
+def graph_loggers(loggers: Iterable[Any]) -> list[str]:
+    """Names of the classes of loggers that run the module to log its graph.
+
+    `TensorBoardLogger._log_graph`, since 1.0; waits for a public attribute.
+    """
+    return [type(logger).__name__ for logger in loggers if getattr(logger, "_log_graph", False)]
+
 
 # Strategies and modules ---------------------------------------------------------------------------------------------
 

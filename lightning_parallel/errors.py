@@ -1,8 +1,12 @@
-"""The one exception with which a set-up is refused. It imports no torch, so that anything may import it."""
+"""The exception with which a set-up is refused, and the line of the user. No torch, so that anything may import it."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
+
+_FRAMEWORKS = ("lightning_parallel", "lightning", "lightning_fabric", "torch", "torchmetrics")
+_LIBRARIES = (*_FRAMEWORKS, "numpy", "contextlib", "copy", "pickle", "tensorboard", "tensorboardX", "safetensors")
 
 
 class ConfigurationError(ValueError):
@@ -37,3 +41,18 @@ def check(violations: Iterable[str]) -> None:
     found = [violation for violation in violations if violation]
     if found:
         raise ConfigurationError(found)
+
+
+def line_of_user() -> str:
+    """Where the user's code stands, such as ``train.py:30``: the innermost call from outside of frameworks.
+
+    Returns:
+        File and line; "" if no such code is on the stack.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.partition(".")[0] not in _LIBRARIES:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -50,6 +50,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
     "_torch/attention.py": {
         "options": "torch.distributed.tensor.experimental._context_parallel._attention._cp_options",
     },
+    "_torch/host_reads.py": {"tensor": "torch.distributed.tensor.DTensor"},
     "_torch/modules.py": {"tensor": "torch.nn.parameter"},  # `nn.Parameter` looks for what is set
     "_lightning.py": {
         "metric": "torchmetrics.Metric",
@@ -72,6 +73,7 @@ STRINGS = {
     "_torch/modules.py": ("torch.nn.Module",),
     "_lightning.py": (
         "lightning.pytorch.utilities.combined_loader.CombinedLoader",
+        "lightning.pytorch.loggers.TensorBoardLogger",
         f"{LOOPS}training_epoch_loop._TrainingEpochLoop",
     ),
     "strategies/refusals.py": ("torch.Tensor", "torch.nn.Module"),

@@ -4,6 +4,28 @@ Each function says since which version the name exists and which public call wou
 package may import a name of torch that begins with an underscore (a test enforces it).
 """
 
-from lightning_parallel._torch import attention, autograd, fsdp, groups, loaders, modes, modules, schedules, tensors
+from lightning_parallel._torch import (
+    attention,
+    autograd,
+    fsdp,
+    groups,
+    host_reads,
+    loaders,
+    modes,
+    modules,
+    schedules,
+    tensors,
+)
 
-__all__ = ["attention", "autograd", "fsdp", "groups", "loaders", "modes", "modules", "schedules", "tensors"]
+__all__ = [
+    "attention",
+    "autograd",
+    "fsdp",
+    "groups",
+    "host_reads",
+    "loaders",
+    "modes",
+    "modules",
+    "schedules",
+    "tensors",
+]

@@ -6,6 +6,7 @@ Lightning without this package and in torch.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lightning_parallel.module.placeholders import is_placeholder
-from lightning_parallel.ranks.dtensors import local_of
+from lightning_parallel.ranks.dtensors import local_of, sharded_like, whole_on_host
 from lightning_parallel.ranks.stage_owners import StageOwners, all_stage_owners, stage_owners_of
 
 if TYPE_CHECKING:
@@ -57,9 +58,9 @@ def whole(tensor: Tensor, owners: StageOwners | None = None) -> Tensor:
     if owners is not None:
         # Ranks of the owner's stage gather its shards among themselves; then each sends to its peers in other stages,
         # which have a placeholder of the whole shape.
-        here = _whole_here(tensor) if owners.counts_here else torch.empty(tensor.shape, dtype=tensor.dtype)
+        here = whole_on_host(tensor) if owners.counts_here else torch.empty(tensor.shape, dtype=tensor.dtype)
         return owners.from_owner(here)
-    return _whole_here(tensor)
+    return whole_on_host(tensor)
 
 
 def take_buffers_of_stages(
@@ -88,20 +89,6 @@ def take_buffers_of_stages(
         table[attribute].copy_(whole(table[attribute], owners_by_name[name]))
 
 
-def _whole_here(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        # Offloaded shards lie in host memory, while their process group moves device memory.
-        on_device: Any = tensor.to(tensor.device_mesh.device_type)
-        placements = list(tensor.placements)
-        # One axis after the other, the tensor axis last: where FSDP2 shards a dimension that tensor parallel has split,
-        # the parts were split before they were sharded.
-        for dim in range(len(placements)):
-            placements[dim] = Replicate()
-            on_device = on_device.redistribute(placements=placements)
-        tensor = on_device.to_local()
-    return tensor.detach().cpu()
-
-
 def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False) -> dict[str, Any]:
     """The plain module's ``state_dict()`` in host memory. A collective, one tensor at a time.
 
@@ -111,8 +98,10 @@ def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False) -> di
         copy: Whether to copy tensors that are in host memory already, so that training does not change the result.
     """
     first_names, owners_by_name = _first_names(module), all_stage_owners(module)
-    result: dict[str, Any] = {}
-    for name, value in module.state_dict().items():
+    own, result = module.state_dict(), OrderedDict[str, Any]()
+    if keep:
+        _take_metadata(result, own)
+    for name, value in own.items():
         if (first := first_names.get(name, name)) != name and (first in result or not keep):
             if keep:
                 result[name] = result[first]  # tied weights stay one tensor, in memory and in the file
@@ -157,7 +146,9 @@ def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, s
         RuntimeError: torch's own, for keys and shapes that do not match.
     """
     targets = module.state_dict()
-    module.load_state_dict({key: _like(value, targets.get(key)) for key, value in state_dict.items()}, strict=strict)
+    sharded = OrderedDict((key, _like(value, targets.get(key))) for key, value in state_dict.items())
+    _take_metadata(sharded, state_dict)
+    module.load_state_dict(sharded, strict=strict)
 
 
 def load_whole_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -236,13 +227,19 @@ def _from_owner(entries: Mapping[str, Any] | None, owners: StageOwners) -> dict[
 
 
 def _whole_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _whole_here(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
+    return {name: whole_on_host(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
     """Name of a parameter -> the first of its names, so that tied weights are gathered once, on all ranks alike."""
     first: dict[Tensor, str] = {}
     return {name: first.setdefault(p, name) for name, p in module.named_parameters(remove_duplicate=False)}
+
+
+def _take_metadata(target: Any, source: Any) -> None:
+    """Let `target` say what `source` does of the versions of modules, by which these load files of earlier ones."""
+    if hasattr(source, "_metadata"):
+        target._metadata = source._metadata
 
 
 def _share_memory(gathered: Any, value: Any) -> bool:
@@ -263,7 +260,7 @@ def _gathered(value: Any, keep: bool) -> Any:
 def _like(value: Any, target: Any) -> Any:
     if not isinstance(target, DTensor) or not isinstance(value, Tensor) or value.shape != target.shape:
         return value
-    return _sharded(value, target, target.placements)
+    return sharded_like(value, target)
 
 
 def _like_state(value: Any, parameter: Tensor) -> Any:
@@ -272,11 +269,4 @@ def _like_state(value: Any, parameter: Tensor) -> Any:
     # Factored moments have other shapes than the parameter. They are whole on every rank.
     same = value.shape == parameter.shape
     placements = parameter.placements if same else [Replicate()] * parameter.device_mesh.ndim
-    return _sharded(value, parameter, placements)
-
-
-def _sharded(value: Tensor, target: DTensor, placements: Any) -> Tensor:
-    # Without a source rank, every rank takes its shard from its own copy, without communication.
-    on_device = value.detach().to(target.device_mesh.device_type)
-    shard = distribute_tensor(on_device, target.device_mesh, placements, src_data_rank=None)
-    return shard.to(target.device)
+    return sharded_like(value, parameter, placements)

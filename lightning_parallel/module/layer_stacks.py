@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import nn
 
@@ -108,15 +109,19 @@ def find_layers(module: nn.Module, layers: str | Sequence[str] | None = None) ->
     Example:
         >>> print(find_layers(nn.Transformer()).explain())
     """
-    paths = [layers] if isinstance(layers, str) else list(layers or ())
     check(layers_violations(module, layers))
+    first_paths = dict[nn.Module, str]((child, path) for path, child in module.named_modules())
+    given = [layers] if isinstance(layers, str) else list(layers or ())
+    paths = [first_paths[module.get_submodule(path)] for path in given]  # the user may know it by another name
     stacks = tuple(_describe(module, path) for path in (_search(module) if layers is None else paths))
+    stacks = tuple(stack for stack in stacks if _is_named_first(module, stack, first_paths))
     inside = [layer for stack in stacks for layer in stack.layers]
     outside = [path for path in _parametrised_leaves(module) if not _is_below(path, inside)]
     order = {path: index for index, (path, _) in enumerate(module.named_modules(remove_duplicate=False))}
     first = min((order[stack.path] for stack in stacks), default=len(order))
     last = max((order[stack.path] for stack in stacks), default=len(order))
-    large = tuple(path for path in _large(module, "") if not _is_below(path, inside))
+    by_first_name = [path for path in _large(module, "") if first_paths[module.get_submodule(path)] == path]
+    large = tuple(path for path in by_first_name if not _is_below(path, inside))
     return ModuleStructure(
         stacks=stacks,
         prologue=tuple(path for path in outside if order[path] < first),
@@ -162,6 +167,28 @@ def _search(module: nn.Module, path: str = "") -> Iterator[str]:
             yield from _search(child, child_path)
 
 
+def _is_named_first(module: nn.Module, stack: Stack, first_paths: Mapping[nn.Module, str]) -> bool:
+    """Whether these are no layers that were found before, as in ``self.backbone = self.net.blocks``."""
+    return any(first_paths[module.get_submodule(layer)] == layer for layer in stack.layers)
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """Map each name of a parameter or buffer to its name by the first path of the module that has it.
+
+    A module that is registered twice is one module; a parameter that two modules share keeps both names.
+    """
+    first_paths = dict[nn.Module, str]((child, path) for path, child in module.named_modules())
+    found = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        for name, _ in chain(child.named_parameters("", False, False), child.named_buffers("", False, False)):
+            found[_joined(path, name)] = _joined(first_paths[child], name)
+    return found
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
 def _is_stack(module: nn.Module) -> bool:
     children = list(module.children())
     if not isinstance(module, CONTAINERS) or len(module) < 2 or len({type(child) for child in children}) != 1:
@@ -197,8 +224,10 @@ def _large(module: nn.Module, path: str) -> list[str]:
 
 def _shared_with_outside(module: nn.Module, paths: Sequence[str]) -> dict[str, str]:
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    first = first_names(module)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
+        if first[name] == name or _is_below(name, paths):
+            names[parameter].append(name)
     found: dict[str, str] = {}
     for aliases in names.values():
         for path in paths if len(aliases) > 1 else ():

@@ -8,16 +8,18 @@ stage cannot use a value of another stage by mistake: it may use exactly the ten
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_parallel import _torch
-from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.errors import ConfigurationError, line_of_user
+from lightning_parallel.ranks.host_reads import INSTEAD, at
 
 _READING = ("_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select")
 
@@ -50,12 +52,14 @@ class Placeholder(Tensor):
         sources: Names of the parameters from which it was computed.
         watch: Callbacks for operations on it, if there are any.
         stage: The number of the stage that computes it; ``None`` for a parameter.
+        held_by: Ranks of the pipeline that hold its sources, where that is known.
     """
 
     meta: Tensor
     sources: frozenset[str]
     watch: Watch | None
     stage: int | None
+    held_by: frozenset[int]
     __torch_function__ = _torch.modes.NO_FUNCTION_OVERRIDE  # type: ignore[assignment]
 
     @staticmethod
@@ -70,8 +74,10 @@ class Placeholder(Tensor):
         sources: frozenset[str] = frozenset(),
         watch: Watch | None = None,
         stage: int | None = None,
+        held_by: frozenset[int] = frozenset(),
     ) -> None:
         self.meta = meta
+        self.held_by = held_by
         self.sources = sources
         self.watch = watch
         self.stage = stage
@@ -83,12 +89,13 @@ class Placeholder(Tensor):
         placeholders = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder)]
         watch, stage = _watch(placeholders)
         sources = frozenset().union(*(placeholder.sources for placeholder in placeholders))
+        held_by = frozenset().union(*(placeholder.held_by for placeholder in placeholders))
         name = func.overloadpacket.__name__
         if name in _READING:
-            raise PlaceholderReadError([_read(sources)])
+            raise PlaceholderReadError([_read(name.replace("_local_scalar_dense", "item"), sources, held_by)])
         # Writing a placeholder into a real tensor would leave memory that nobody filled.
-        if func._schema.is_mutable and not isinstance(args[0], Placeholder) and name.endswith("_"):
-            raise PlaceholderReadError([_written(sources)])
+        if func._schema.is_mutable and _has_real(args[0]) and name.endswith("_"):
+            raise PlaceholderReadError([_written(sources, held_by)])
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
         compute = _grouped_product if name == "_grouped_mm" else func
@@ -104,9 +111,56 @@ class Placeholder(Tensor):
         def as_placeholder(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return own[id(value)] if id(value) in own else Placeholder(value, device, sources, watch, stage)
+            return own[id(value)] if id(value) in own else Placeholder(value, device, sources, watch, stage, held_by)
 
         return tree_map(as_placeholder, result)
+
+    def refuse(self, read: str) -> NoReturn:
+        """Refuse what needs its value.
+
+        Args:
+            read: What does, for the message.
+        """
+        raise PlaceholderReadError([_read(read, self.sources, self.held_by)])
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        """Refused: there is no value."""
+        self.refuse("numpy")
+
+    def tolist(self) -> Any:
+        """Refused: there is no value."""
+        self.refuse("tolist")
+
+    def __array__(self, *_: Any) -> Any:
+        self.refuse("numpy")
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if not spec else self.refuse("format")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.refuse("copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.refuse("torch.save, or pickle,")
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refused: no gradient comes here."""
+        self.refuse("register_hook")
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The gradient, a placeholder too, where a hook of the user asks; optimizers and the like find none.
+
+        Without it, a norm or a check over all gradients would be that of this rank's stages, and say nothing of it.
+        """
+        if self.watch is not None or not (self.requires_grad and _is_asked_in_hook()):
+            return None
+        return Placeholder(self.meta, self.device, self.sources, held_by=self.held_by)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None and not isinstance(value, Placeholder):
+            self.refuse("writing a gradient")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape, dtype and sources."""
@@ -128,15 +182,18 @@ def placeholder_like(
     return Placeholder(_to_meta(tensor), tensor.device, frozenset({source}) if source else sources, watch, stage)
 
 
-def placeholder_parameter(parameter: nn.Parameter, source: str, device: torch.device) -> nn.Parameter:
+def placeholder_parameter(
+    parameter: nn.Parameter, source: str, device: torch.device, held_by: Iterable[int] = ()
+) -> nn.Parameter:
     """Make a placeholder for a parameter that another stage holds; it is trainable if that parameter is.
 
     Args:
         parameter: The parameter.
         source: Its name.
         device: The device that the placeholder reports.
+        held_by: The ranks of the pipeline that hold it.
     """
-    placeholder = Placeholder(_to_meta(parameter), device, frozenset({source}))
+    placeholder = Placeholder(_to_meta(parameter), device, frozenset({source}), held_by=frozenset(held_by))
     return _torch.modules.as_parameter(placeholder.requires_grad_(parameter.requires_grad))  # type: ignore[no-any-return]
 
 
@@ -179,8 +236,8 @@ def placeholders_in(values: Any) -> list[Placeholder]:
 
 def name_sources(placeholders: list[Placeholder]) -> str:
     """Names of parameters from which `placeholders` were computed, at most four, for messages."""
-    names = sorted(frozenset().union(*(placeholder.sources for placeholder in placeholders)))
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    sources = frozenset[str]().union(*(placeholder.sources for placeholder in placeholders))
+    return _named(sources) if sources else ""
 
 
 def _watch(placeholders: list[Placeholder]) -> tuple[Watch | None, int | None]:
@@ -224,16 +281,61 @@ def _unknown(name: str, sources: frozenset[str], error: Exception) -> str:
     )
 
 
-def _read(sources: frozenset[str]) -> str:
+def _has_real(target: Any) -> bool:
+    """Whether an operation in place writes into a tensor that is no placeholder; some take lists of tensors."""
+    return any(isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder) for leaf in tree_leaves(target))
+
+
+_NOT_ASKING = (
+    "lightning_parallel",
+    "torch.optim",
+    "torch.amp",
+    "lightning.fabric",
+    "lightning.pytorch.core",
+    "lightning.pytorch.loops",
+    "lightning.pytorch.plugins",
+    "lightning.pytorch.strategies",
+)
+"""Modules that look at gradients to use those that are there; whatever a user calls in between, such as
+`torch.nn.utils`, asks for the user."""
+_CALLING_HOOKS = "lightning.pytorch.trainer.call"
+
+
+def _is_asked_in_hook() -> bool:
+    """Whether a hook of the user is nearer on the stack than an optimizer, a scaler or the like."""
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back and frame.f_back.f_back  # from the property and this function to who reads it
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name == _CALLING_HOOKS:
+            return True
+        if name.startswith(_NOT_ASKING):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _read(read: str, sources: frozenset[str], held_by: frozenset[int]) -> str:
     return (
-        f"the step looks at a value that another pipeline stage computes (with {', '.join(sorted(sources)[:4])}): an "
-        ".item(), a print or a branch on what the layers compute can only be done after the last layer, with what "
-        "comes out of it; leave it out, or give pipeline=1"
+        f"{read} {at(line_of_user())} needs the value of {_named(sources)}, which only {_holder(held_by)} computes or "
+        "holds. In a step, a value can only be looked at after the last layer, with what comes out of "
+        f"it; in a hook, {INSTEAD}; else give pipeline=1"
     )
 
 
-def _written(sources: frozenset[str]) -> str:
+def _written(sources: frozenset[str], held_by: frozenset[int]) -> str:
     return (
-        f"the step writes what another pipeline stage computes (with {', '.join(sorted(sources)[:4])}) into a tensor "
-        "of this one; give pipeline=1"
+        f"the code {at(line_of_user())} writes what {_holder(held_by)} computes or holds (with "
+        f"{_named(sources)}) into a tensor of this rank. To clip gradients, give the Trainer gradient_clip_val; else "
+        "give pipeline=1"
     )
+
+
+def _named(sources: frozenset[str]) -> str:
+    names = sorted(sources)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "other layers"
+
+
+def _holder(ranks: frozenset[int]) -> str:
+    numbers = " and ".join(map(str, sorted(ranks)))
+    return f"another pipeline stage (pipeline rank {numbers})" if numbers else "another pipeline stage"

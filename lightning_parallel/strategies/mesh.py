@@ -200,7 +200,7 @@ class MeshStrategy(ProcessGroupStrategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         self._parallel = ParallelModule(self, self.mesh)
-        self._while_set_up.enter_context(while_set_up(trainer, self.mesh))
+        self._while_set_up.enter_context(while_set_up(trainer, self.module, self.mesh))
         set_module_device(self.module, self.root_device)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._has_cut_optimizers = is_fitting or self._parallel.was_left
@@ -240,5 +240,5 @@ _MIXED = (
     "A sharded parameter met a plain tensor: code reads the parameters of a layer outside of that layer's forward (a "
     "penalty over parameters() in the loss, a layer's weight used elsewhere, a call from a hook). Name the method that "
     "does so in forward_methods, give layers=[] so that all parameters are gathered around the step, or use "
-    "zero1_custom, where parameters stay whole."
+    "zero1_custom, where parameters stay whole. To clip gradients, give the Trainer gradient_clip_val."
 )

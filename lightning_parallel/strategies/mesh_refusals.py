@@ -187,6 +187,13 @@ def unshardable_violations(module: LightningModule) -> list[str]:
         found.append(f"sparse gradients cannot be sharded: {', '.join(sparse[:4])}; give sparse=False, or ddp_custom")
     trainer: Any = _lightning.attached_trainer(module)
     used = trainer.callbacks if trainer is not None else ()
+    if any(isinstance(callback, callbacks.ModelPruning) for callback in used):
+        found.append("ModelPruning sorts and replaces whole parameters, which sharding cuts; use ddp_custom")
+    if graphs := _lightning.graph_loggers(trainer.loggers if trainer is not None else ()):
+        found.append(
+            f"{', '.join(graphs)}(log_graph=True) runs the module on rank 0 only, where it waits for the others; leave "
+            "it out, and log the graph of the plain module with its add_graph, before or after fit"
+        )
     averaging = [type(callback).__name__ for callback in used if isinstance(callback, _AVERAGING)]
     if averaging:
         found.append(f"{', '.join(averaging)} copies whole parameters, which sharding cuts; use zero1_custom")

@@ -20,6 +20,7 @@ from lightning_parallel.ranks.random_streams import seed_generators, seed_of_par
 from lightning_parallel.ranks.stage_owners import broadcast_object
 from lightning_parallel.steps import PipelinedSteps
 from lightning_parallel.strategies.step_logs import StepLogs
+from lightning_parallel.strategies.step_meetings import refusing_meetings
 from lightning_parallel.strategies.step_metrics import StepMetrics
 from lightning_parallel.techniques.pipeline.execution import Execution, Passed, evaluation_actions, training_actions
 from lightning_parallel.techniques.pipeline.gradients import GradientsOfStep
@@ -86,7 +87,8 @@ class PipelinedModule:
         self._looked_at = looked_at or set()
         for name in names:
             self._own[name] = self._module.__dict__.get(name)
-            microstep = _Microstep(getattr(self._module, name), self._cut.router.check_end)
+            step = refusing_meetings(getattr(self._module, name), lambda: self._module.trainer.strategy)
+            microstep = _Microstep(step, self._cut.router.check_end)
             gather_while_running(microstep, "run", self._module)
             self._microsteps[name] = microstep
             # Lightning looks at the signature to decide what to pass.

@@ -6,27 +6,28 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from lightning_parallel import _torch
 from lightning_parallel.ranks.mesh import Mesh
 from lightning_parallel.strategies.evaluation import inference_mode_left
 from lightning_parallel.strategies.metric_sync import metrics_synced_over
 from lightning_parallel.strategies.prediction_writers import written_once
+from lightning_parallel.strategies.whole_values import whole_values
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 
 @contextmanager
-def while_set_up(trainer: Trainer, mesh: Mesh) -> Iterator[None]:
-    """Inside this context, a module that is sharded or shared can run, and what ranks share counts once.
+def while_set_up(trainer: Trainer, module: LightningModule, mesh: Mesh) -> Iterator[None]:
+    """Inside this context, a module that is sharded or shared can run and be read, and what ranks share counts once.
 
     Args:
         trainer: The trainer, with its loops and callbacks.
+        module: The module, made parallel.
         mesh: The ranks.
     """
     group = mesh.data.get_group()
     with ExitStack() as stack:
-        stack.enter_context(_torch.fsdp.data_of_shards_set())
+        stack.enter_context(whole_values(trainer, module, mesh))
         stack.enter_context(inference_mode_left(trainer))
         if mesh.shares_samples:
             stack.enter_context(metrics_synced_over(group))

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_parallel import _torch
+from lightning_parallel.module.layer_stacks import first_names
 from lightning_parallel.module.placeholders import is_placeholder
 
 ROOT = ""
@@ -62,7 +63,8 @@ def plan_sharding(
     outer = [ROOT] if root_is_unit else [path for path in _outermost(module) if path not in units]
     paths = sorted({*units, *outer}, key=lambda path: (-_depth(path), path))
     of_units = frozenset(paths)
-    owners = {name: _owner(name, of_units) for name, _ in module.named_parameters(remove_duplicate=False)}
+    first = first_names(module)
+    owners = {name: _owner(first[name], of_units) for name, _ in module.named_parameters(remove_duplicate=False)}
     whole = {name: "no unit holds it" for name, owner in owners.items() if owner is None}
     whole |= dict(_shared_across_units(module, owners))
     whole |= dict(_unshardable(module, owners, module_dtype))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.module.layer_stacks import ModuleStructure
+from lightning_parallel.module.layer_stacks import ModuleStructure, first_names
 from lightning_parallel.module.placeholders import PlaceholderReadError, placeholder_parameter
 from lightning_parallel.ranks.stage_owners import StageOwners
 from lightning_parallel.techniques.pipeline.layer_router import LayerRouter, StageExit
@@ -59,8 +59,9 @@ def positions_by_registration(module: nn.Module, structure: ModuleStructure) -> 
     found: dict[Tensor, set[int]] = defaultdict(set)
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     order = {path: index for index, (path, _) in enumerate(module.named_modules(remove_duplicate=False))}
+    first = first_names(module)
     for name, tensor in named:
-        path = name.rpartition(".")[0]
+        path = first[name].rpartition(".")[0]
         layer = next((i for i, at in enumerate(stack.layers) if path == at or path.startswith(f"{at}.")), None)
         if layer is not None:
             found[tensor].add(layer)
@@ -133,7 +134,7 @@ def release(module: nn.Module, owners_by_name: Mapping[str, StageOwners], device
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if not owners_by_name[name].is_here:
             if parameter not in placeholders:
-                placeholders[parameter] = placeholder_parameter(parameter, name, device)
+                placeholders[parameter] = placeholder_parameter(parameter, name, device, owners_by_name[name].ranks)
             path, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(path), attribute, placeholders[parameter])
 
@@ -156,11 +157,11 @@ def trace_positions(module: nn.Module, router: LayerRouter, called: str, step: C
     aliases: dict[Tensor, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         aliases[parameter].append(name)
-    groups = {name: names for names in aliases.values() for name in names}
+    groups, first = {name: names for names in aliases.values() for name in names}, first_names(module)
     used: dict[str, set[int]] = defaultdict(set)
 
     def touch(name: str) -> None:
-        if not router.is_in_layer and all(router.has(alias) for alias in groups[name]):
+        if not router.is_in_layer and all(router.has(first[alias]) for alias in groups[name]):
             raise ConfigurationError([_read_outside(name)])
         for alias in groups[name]:
             used[alias].add(router.position)

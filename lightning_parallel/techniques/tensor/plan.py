@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_parallel.module.layer_stacks import ModuleStructure
+from lightning_parallel.module.layer_stacks import ModuleStructure, first_names
 from lightning_parallel.ranks.divisibility import divisors, listed
 from lightning_parallel.techniques.tensor.argument_guesses import HEAD_COUNTS
 from lightning_parallel.techniques.tensor.splits import MapSplit
@@ -239,7 +239,8 @@ def split_statistics_violations(module: nn.Module, plan: TensorPlan, layers: Seq
 def _without_outside(module: nn.Module, maps: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Leave out maps that share a parameter with anything outside of the layers' maps, such as an embedding."""
     inside = {f"{path}.{name}" for path, linear in maps.items() for name, _ in linear.named_parameters()}
-    outside = {p for name, p in module.named_parameters(remove_duplicate=False) if name not in inside}
+    first = first_names(module)
+    outside = {p for name, p in module.named_parameters(remove_duplicate=False) if first[name] not in inside}
     return {path: linear for path, linear in maps.items() if outside.isdisjoint(linear.parameters())}
 
 

@@ -1,0 +1,124 @@
+"""Values of shards that user code reads on the host: made whole where all ranks read them, else refused in words."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import Counter
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel import _torch
+from lightning_parallel.errors import ConfigurationError, line_of_user
+from lightning_parallel.ranks.dtensors import whole_on_host
+
+INSTEAD = (
+    "called on all ranks, full_state_dict(trainer) gives rank 0 the whole weights, trainer.save_checkpoint(path) saves "
+    "them, and self.log logs the whole value; the callback GradientNorm logs the norm of all gradients"
+)
+DEADLINE = 60.0
+"""Seconds for which a rank that reads a shard waits for the others to read it. Ranks arrive within milliseconds of
+each other, unless one of them loads data or writes a file meanwhile."""
+_NAPS = 1e-4, 1e-3
+"""Seconds between two looks for the other ranks: the first and the longest."""
+
+
+class HostReads:
+    """Makes whole what is read of a DTensor, after all ranks that have a part of it have said that they read it.
+
+    A collective that only some ranks reach would wait for the others for as long as the process group allows, or meet
+    another collective of theirs. So each rank first says in the store of the process group which read it comes to, and
+    from which line; the collective follows when all have said the same.
+
+    Args:
+        mark: Text that is equal on all ranks, and another one in each fit: after an error, ranks may have come to
+            different reads.
+        deadline: Seconds to wait for the other ranks; by default `DEADLINE`.
+    """
+
+    def __init__(self, mark: str, deadline: float | None = None) -> None:
+        self._mark = mark
+        self._deadline = DEADLINE if deadline is None else deadline
+        self._counts: Counter[tuple[int, ...]] = Counter()
+        self._passed: dict[tuple[int, ...], str] = {}
+
+    def whole(self, tensor: DTensor, read: str) -> Tensor:
+        """The whole value of `tensor` in host memory. A collective, where this rank has a part only.
+
+        Args:
+            tensor: A parameter, a gradient, or what was computed from them.
+            read: What is done with it, for the message.
+
+        Raises:
+            ConfigurationError: If other ranks do not read it, too.
+        """
+        if _torch.host_reads.is_whole(tensor):
+            return tensor.to_local().detach().cpu()
+        if tensor.device.type != "cpu":
+            # What the device still computes may wait for other ranks; when it is done, they are near this line.
+            torch.accelerator.synchronize(tensor.device)
+        self._meet(tensor, read)
+        return whole_on_host(tensor)
+
+    def _meet(self, tensor: DTensor, read: str) -> None:
+        ranks, line = _torch.host_reads.sharing_ranks(tensor), line_of_user()
+        self._counts[ranks] += 1
+        # Files may lie in other folders on another machine.
+        what = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.placements} {line.rpartition('/')[2]}"
+        group = f"{self._mark}/{zlib.crc32(repr(ranks).encode())}"
+        name = f"{group}/{self._counts[ranks]}/{zlib.crc32(what.encode())}"
+        store = _torch.host_reads.default_store()
+        if store.add(f"{name}/ranks", 1) == len(ranks):
+            store.set(f"{name}/all", "1")
+            if ranks in self._passed:  # nobody waits there any more
+                store.delete_key(f"{self._passed[ranks]}/ranks")
+                store.delete_key(f"{self._passed[ranks]}/all")
+        else:
+            end, nap = time.monotonic() + self._deadline, _NAPS[0]
+            while not store.check([f"{name}/all"]):
+                if time.monotonic() > end:
+                    arrived = store.add(f"{name}/ranks", 0)
+                    raise ConfigurationError([_alone(read, line, arrived, len(ranks), self._deadline)])
+                time.sleep(nap)
+                nap = min(2 * nap, _NAPS[1])
+        self._passed[ranks] = name
+
+    def refuse(self, call: str) -> NoReturn:
+        """Refuse a copy of something that is sharded, or a hook on it.
+
+        Args:
+            call: What was called, such as ``"copy.deepcopy"``.
+        """
+        raise ConfigurationError([(_hooked if call.startswith("register") else _copied)(call, at(line_of_user()))])
+
+
+def _copied(call: str, place: str) -> str:
+    return (
+        f"{call} {place} would copy this rank's part of a tensor that is sharded or split over ranks, and pass it off "
+        "for the whole. Make copies in __init__, before the module is sharded; the callback ExponentialMovingAverage "
+        f"averages weights; {INSTEAD}"
+    )
+
+
+def _hooked(call: str, place: str) -> str:
+    return (
+        f"{call} {place} hooks a parameter that is sharded or split over ranks: its gradient is computed as a whole "
+        "elsewhere, and the hook would not be called, or with a part. Read p.grad in on_after_backward, hook modules "
+        "(register_full_backward_hook), or use ddp_custom or zero1_custom"
+    )
+
+
+def at(line: str) -> str:
+    """Say in a message where the user's code stands, if that is known."""
+    return f"at {line}" if line else "in this run"
+
+
+def _alone(read: str, line: str, arrived: int, needed: int, deadline: float) -> str:
+    return (
+        f"{read} {at(line)} reads a tensor of which each of {needed} ranks has a part, but only {arrived} of them came "
+        f"to this line within {deadline:.0f} s. Read it on all ranks, outside of conditions such as `if "
+        f"self.global_rank == 0` and of what a logger does on rank 0 only; {INSTEAD}"
+    )

@@ -1,0 +1,68 @@
+"""Reading, copying, logging and saving by hooks, of a module that is sharded or cut: whole values, or a refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel import _lightning, _torch
+from lightning_parallel.module.placeholders import Placeholder
+from lightning_parallel.ranks.dtensors import sharded_like
+from lightning_parallel.ranks.host_reads import HostReads
+from lightning_parallel.ranks.mesh import Mesh
+from lightning_parallel.ranks.stage_owners import broadcast_object
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+@contextlib.contextmanager
+def whole_values(trainer: Trainer, module: LightningModule, mesh: Mesh) -> Iterator[None]:
+    """Inside this context, nobody takes a part of a tensor for the whole, and shards can be assigned. A collective.
+
+    Args:
+        trainer: The trainer, whose callbacks log through the module.
+        module: The module, made parallel.
+        mesh: The ranks.
+    """
+    mark = broadcast_object(str(time.time_ns()), 0, mesh.host_group) if dist.get_world_size() > 1 else ""
+    reads = HostReads(f"lightning_parallel/{mark}")
+    with (
+        _torch.fsdp.data_of_shards_set(),
+        _torch.host_reads.reads_intercepted(module, whole=reads.whole, part=sharded_like, refuse=reads.refuse),
+        _lightning.gradient_norms_read(),
+        _logging_whole_values(trainer, module, reads),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _logging_whole_values(trainer: Trainer, module: LightningModule, reads: HostReads) -> Iterator[None]:
+    """Let ``self.log``, of the module and of callbacks, take whole values of shards, so that metrics hold them."""
+    plain = module.log
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, Placeholder):
+            value.refuse(f"self.log({name!r})")
+        if isinstance(value, DTensor):
+            device = value.device
+            value = reads.whole(value, f"self.log({name!r})").to(device)
+        plain(name, value, *args, **kwargs)
+
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    holders = [holder for holder in (module, *callbacks) if getattr(holder, "log", None) == plain]
+    before = [(holder, holder.__dict__.get("log")) for holder in holders]
+    for holder in holders:
+        holder.__dict__["log"] = log
+    try:
+        yield
+    finally:
+        for holder, own in before:
+            holder.__dict__.pop("log", None)
+            if own is not None:
+                holder.__dict__["log"] = own
