@@ -98,7 +98,8 @@ def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False) -> di
         copy: Whether to copy tensors that are in host memory already, so that training does not change the result.
     """
     first_names, owners_by_name = _first_names(module), all_stage_owners(module)
-    own, result = module.state_dict(), OrderedDict[str, Any]()
+    own = module.state_dict()
+    result: OrderedDict[str, Any] = OrderedDict()  # `OrderedDict[str, Any]()` would save its type arguments
     if keep:
         _take_metadata(result, own)
     for name, value in own.items():

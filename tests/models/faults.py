@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.data import IGNORED
 from tests.models.cases import ByteGPT, next_token_loss
@@ -92,13 +93,15 @@ class WithDropout(ByteGPT):
 
 
 class LogsOneParameter(ByteGPT):
-    """A norm by hand, which under sharding is that of this rank's part."""
+    """Norms by hand: of the whole gradient, and of this rank's part, which nobody sees in a number."""
 
     def on_after_backward(self) -> None:
         gradient = self.model.head.weight.grad
         assert gradient is not None
-        self.log("norm", gradient.norm())  # whole: Lightning clones it, which adds parts up
+        self.log("norm", gradient.norm())
         self.log("read", float(gradient.norm()))
+        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        self.log("part", part.norm())
 
 
 class CannotBeCopiedOnRank0(ByteGPT):
