@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_parallel.module.collected import collecting_containers
 from lightning_parallel.module.object_state import CONTAINERS, Contents, ObjectState
 
 
@@ -17,12 +18,13 @@ from lightning_parallel.module.object_state import CONTAINERS, Contents, ObjectS
 def side_effects_undone(layer: nn.Module) -> Iterator[None]:
     """When this closes, what `layer`, its submodules and what the user's hooks on them hold, keep is what it was.
 
-    Hooks run: the layer may need what they do. Only what they collect is taken away again.
+    Hooks run: the layer may need what they do. Only what they collect is taken away again, also from lists that context
+    variables hold.
 
     Args:
         layer: The layer that is about to run.
     """
-    states: list[Contents | ObjectState] = []
+    states: list[Contents | ObjectState] = [Contents(each) for each in collecting_containers()]
     for child in layer.modules():
         states.append(ObjectState(child))
         tables = child._forward_pre_hooks, child._forward_hooks, child._backward_pre_hooks, child._backward_hooks

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_parallel import _torch
+from lightning_parallel.module.collected import collected_from_now
 from lightning_parallel.module.dry_run import side_effects_undone
 from lightning_parallel.module.kv_cache import is_cache
 from lightning_parallel.module.object_state import Contents
@@ -138,17 +139,18 @@ class LayerRun:
 
     Attributes:
         results: The floating-point tensors that it has returned, hidden states before others.
-        kept: Those that it has kept in its attributes, for a loss.
+        kept: Those that it has kept in its attributes, or its hooks in a list, for a loss.
         gradients: Those of hidden states, of other arguments that require one, and of parameters.
     """
 
     def __init__(self, layer: nn.Module, run: Callable[..., Any], arguments: Any, *, doubles: bool) -> None:
         given = _Arguments(doubles)
         args, kwargs = tree_map(given.copy_of, arguments)
-        before = _attributes(layer)
+        before, collected = _attributes(layer), collected_from_now()
         output = run(args, kwargs)
         known = {id(value) for value in before}
         kept = [value for value in _attributes(layer) if id(value) not in known]
+        kept += collected.tensors if collected is not None else []
         self._leaves = [_floats(output), [leaf for leaf in _floats(kept) if leaf.requires_grad]]
         self.results, self.kept = ([leaf.detach() for leaf in leaves] for leaves in self._leaves)
         self._inputs = [(_OTHER if index else HIDDEN_STATES, leaf, False) for index, leaf in enumerate(given.leaves)]

@@ -18,10 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError, check
+from lightning_parallel.module.collected import Collected, collected_from_now
 from lightning_parallel.module.hidden_states import Lengths, sequence_part_stream, take_hidden
 from lightning_parallel.module.kv_cache import is_cache, without_fresh_cache
 from lightning_parallel.module.layer_check import LayerCheck
 from lightning_parallel.techniques.context.attention import SplitAttention
+from lightning_parallel.techniques.context.collected import join_collected, join_hidden
 from lightning_parallel.techniques.context.comparison import (
     batch_statistics_violations,
     bypassed,
@@ -119,11 +121,12 @@ class _Part:
         sequences = self.stack.sequences
         hidden, args, kwargs = take_hidden(args, kwargs)
         args, kwargs = self._without_caches(layer, args, kwargs)
-        verified = self._look(layer, forward, hidden, args, kwargs)
+        verified, collected = self._look(layer, forward, hidden, args, kwargs)
         if self.is_first:
             hidden = sequences.cut(hidden, sequences.dim)
         attention = self._attention(layer, hidden, verified.rule)
         output = self._on_part(layer, forward, hidden, args, kwargs, attention)
+        join_collected(collected, sequences, part=hidden, path=self.path)
         if not attention.calls:
             raise ConfigurationError([bypassed(self.path, layer)])
         if attention.counted != verified.counted:
@@ -196,9 +199,11 @@ class _Part:
     @_torch.modes.not_compiled
     def _look(
         self, layer: nn.Module, forward: Callable[..., Any], hidden: Tensor, args: tuple[Any, ...], kwargs: Any
-    ) -> Verified:
-        """Check the conditions under which the layer can run on a part."""
+    ) -> tuple[Verified, Collected | None]:
+        """Check the conditions under which the layer can run on a part; begin to note what hooks in it collect."""
         stack = self.stack
+        if not self.is_first:
+            join_hidden(hidden, stack.sequences)
         if layer.training and self.path not in stack.trained:
             stack.trained.add(self.path)
             check(batch_statistics_violations(self.path, layer))
@@ -210,7 +215,7 @@ class _Part:
             key = self._key(layer, hidden, args, kwargs)
         if not _torch.autograd.is_in_backward():  # else a layer is computed again
             self._pass(stack.sequences.lengths)
-        return stack.rules[key]
+        return stack.rules[key], collected_from_now()
 
     def _pass(self, lengths: Lengths) -> None:
         """Note that a sequence enters the stack, or leaves it."""
@@ -235,28 +240,19 @@ class _Part:
         Raises:
             ConfigurationError: If they differ in every rule, with where the difference of the usual one begins.
         """
-        lengths = self.stack.sequences.lengths
+        sequences, lengths = self.stack.sequences, self.stack.sequences.lengths
         before, dims = dict(lengths.whole), [lengths.dim]
         with torch.no_grad(), _torch.modes.without_dispatch_modes():
             if self.is_first:
                 before, dims = {}, sequence_dims(layer)
             else:
-                whole_of = functools.partial(self._whole_of, like=hidden, length=self._whole_length(hidden))
+                whole_of = functools.partial(_whole_of, sequences=sequences, like=hidden)
                 args, kwargs = tree_map(whole_of, (args, kwargs))
                 hidden = self.stack.sequences.join(hidden.detach(), lengths.dim)
         try:
             return self._verified(layer, forward, ((hidden, *args), kwargs), dims)
         finally:
             lengths.whole = before
-
-    def _whole_of(self, value: Any, *, like: Tensor, length: int) -> Any:
-        """The whole of a value that is a part as hidden states `like` are: those that an earlier layer returned."""
-        dim = self.stack.sequences.dim
-        if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
-            return value
-        if like.shape[dim] == length:
-            return value
-        return self.stack.sequences.join(value.detach(), dim).requires_grad_(value.requires_grad)
 
     def _verified(self, layer: nn.Module, forward: Callable[..., Any], arguments: Any, dims: Sequence[int]) -> Verified:
         """The first rule in which nothing differs."""
@@ -299,7 +295,9 @@ class _Part:
         part = self.stack.sequences.cut(args[0], self.stack.sequences.dim)
         attention = self._attention(layer, part, rule)
         runs.append(attention)
+        collected = collected_from_now()
         output = self._joined(self._on_part(layer, forward, part, args[1:], kwargs, attention))
+        join_collected(collected, self.stack.sequences, part=part, path=self.path)
         if not attention.calls:
             raise ConfigurationError([bypassed(self.path, layer)])
         if attention.counted != runs[0].counted:
@@ -309,3 +307,13 @@ class _Part:
 
 def _map_named(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:
     return tree_map(functools.partial(function, name), value)
+
+
+def _whole_of(value: Any, *, sequences: Sequences, like: Tensor) -> Any:
+    """The whole of a value that is a part as hidden states `like` are: those that an earlier layer returned."""
+    dim = sequences.dim
+    if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
+        return value
+    if like.shape[dim] == sequences.whole_length(like.shape[dim]):
+        return value
+    return sequences.join(value.detach(), dim).requires_grad_(value.requires_grad)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel import _torch
+from lightning_parallel.module.collected import collected_from_now
 from lightning_parallel.module.hidden_states import Lengths
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.techniques.tensor.attention import HeadSplit
@@ -79,8 +80,11 @@ class SplitLayer:
     # Not compiled: torch 2.13 computes wrong results here once it has reached its limit of recompilations.
     @_torch.modes.not_compiled
     def _run_on_dtensors(self, layer: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        collected = collected_from_now()
         with _torch.attention.slow_attention(), HeadSplit(self.flow.mesh, self.region):
             output = self.region.run_layer(layer, function, args, kwargs)
+        if collected is not None:
+            collected.replace(lambda entry: _result(entry) if isinstance(entry, DTensor) else entry)
         return tree_map_only(DTensor, _result, output)
 
     @contextlib.contextmanager
