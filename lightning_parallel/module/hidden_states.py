@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +108,28 @@ def take_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, 
     hidden: Tensor = hidden_in(args, kwargs)
     taken = "" if args else _name_of_hidden(kwargs)
     return hidden, args[1:], {name: value for name, value in kwargs.items() if name != taken}
+
+
+def with_hidden_first(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[..., Any]:
+    """Let `function` take hidden states by position, before others, and get them as it is given them by its caller.
+
+    A layer may have another argument before them, and be given them by name.
+
+    Args:
+        function: The layer.
+        args: Arguments of the layer, by position, from which nothing is taken yet.
+        kwargs: Arguments by name.
+    """
+    name = "" if args else _name_of_hidden(kwargs)
+    if not name:
+        return function
+
+    def by_name(hidden: Tensor, **others: Any) -> Any:
+        return function(**{name: hidden}, **others)
+
+    return by_name
 
 
 def _name_of_hidden(kwargs: dict[str, Any]) -> str:

@@ -136,6 +136,13 @@ class ByName(Waves):
         return super().forward(x + self.time(temb)[:, None], cos, sin)
 
 
+class HiddenByName(Waves):
+    """Hidden states are given by name, and are not the first of its arguments."""
+
+    def forward(self, scale: float, hidden: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden * scale, cos, sin)
+
+
 class Counting(Waves):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         positions = torch.arange(x.shape[1], device=x.device).float()

@@ -23,6 +23,7 @@ from tests.models.argument_layers import (
     FromStart,
     FromTheFirst,
     HardHeads,
+    HiddenByName,
     Kept,
     KeptAsBuffers,
     Learned,
@@ -106,6 +107,17 @@ class Decoder(Net):
         for layer in self.encoder:
             memory = layer(memory)
         return (memory,)
+
+
+class GivesHiddenByName(Net):
+    layer = HiddenByName
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        cos, sin = waves(x.shape[1])
+        for layer in self.layers:
+            x = layer(hidden=x, scale=0.5, cos=cos, sin=sin)
+        return next_token_loss(self.head(x), tokens)
 
 
 class ChangesTheCondition(ConditionedToTheEnd):
@@ -237,6 +249,7 @@ NETS = {
     "waves": net(Waves, both, sizes=SIZES),
     "square_waves": net(Waves, both, sizes=(HEAD, LENGTH, HEAD, 8, HEAD)),  # as many positions as features of a head
     "pair": net(Pair, pair),
+    "hidden_by_name": GivesHiddenByName,
     "positions": net(Positions, positions),
     "masked": net(Masked, causal),
     "conditioned": net(Conditioned, condition),

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.module.collected import Collected, collected_from_now
-from lightning_parallel.module.hidden_states import Lengths, sequence_part_stream, take_hidden
+from lightning_parallel.module.hidden_states import Lengths, sequence_part_stream, take_hidden, with_hidden_first
 from lightning_parallel.module.kv_cache import is_cache, without_fresh_cache
 from lightning_parallel.module.layer_check import LayerCheck
 from lightning_parallel.techniques.context.attention import SplitAttention
@@ -119,6 +119,7 @@ class _Part:
     def run(self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's result, of the arguments that the user's code gives it."""
         sequences = self.stack.sequences
+        forward = with_hidden_first(forward, args, kwargs)
         hidden, args, kwargs = take_hidden(args, kwargs)
         args, kwargs = self._without_caches(layer, args, kwargs)
         verified, collected = self._look(layer, forward, hidden, args, kwargs)

@@ -19,7 +19,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from lightning_parallel.module.hidden_states import Lengths, sequence_part_stream, take_hidden
+from lightning_parallel.module.hidden_states import (
+    Lengths,
+    hidden_in,
+    sequence_part_stream,
+    take_hidden,
+    with_hidden,
+    with_hidden_first,
+)
 from lightning_parallel.ranks.collectives import (
     copy_all_to,
     copy_to,
@@ -187,6 +194,7 @@ class SequenceRegion(ReplicatedRegion):
 
     @override
     def run_layer(self, layer: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        function = with_hidden_first(function, args, kwargs)
         hidden, args, kwargs = take_hidden(args, kwargs)
         args, kwargs = tree_map_only(Tensor, self._copied_argument, (args, kwargs))
         self._arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -214,6 +222,7 @@ class SequenceRegion(ReplicatedRegion):
     def run_branch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._is_inside or self._shape is None:
             return function(*args, **kwargs)
+        function = with_hidden_first(function, args, kwargs)
         hidden, args, kwargs = take_hidden(args, kwargs)
         hidden = self.column_input(hidden)
         self._is_inside = True
@@ -226,9 +235,8 @@ class SequenceRegion(ReplicatedRegion):
     def whole_arguments(self, args: Any, kwargs: Any) -> Any:
         if self._is_first:
             return args, kwargs
-        hidden, args, kwargs = take_hidden(args, kwargs)
-        dim = self._lengths.dim
-        return (gather_from(hidden, dim, self.group, length=self._length(hidden)), *args), kwargs
+        hidden, dim = hidden_in(args, kwargs), self._lengths.dim
+        return with_hidden(gather_from(hidden, dim, self.group, length=self._length(hidden)), args, kwargs)
 
     @override
     def alone(self) -> SequenceRegion:

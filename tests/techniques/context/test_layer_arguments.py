@@ -36,7 +36,7 @@ def test_equal_to_one_process(ranks: Any, name: str, strategy: str) -> None:
 @pytest.mark.parametrize(
     "strategy", ["tp_custom:sequence=true", "cp_custom:recompute=full", "cp_custom:compile=layers"]
 )
-@pytest.mark.parametrize("name", ["waves", "counting", "buffers"])
+@pytest.mark.parametrize("name", ["waves", "counting", "buffers", "hidden_by_name"])
 def test_with_other_policies(ranks: Any, name: str, strategy: str) -> None:
     assert worst(ranks(2).run(trained, name, strategy, 2)[0], expected(name)) < TOLERANCE
 
