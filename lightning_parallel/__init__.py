@@ -7,7 +7,7 @@ from lightning_parallel.checkpoint.full_state import full_state_dict
 from lightning_parallel.cli.explain import explain
 from lightning_parallel.cli.lightning_cli import LightningCLI
 from lightning_parallel.dtypes import DtypePolicy
-from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.errors import ConfigurationError, FirstStepError
 from lightning_parallel.presets import build_strategy, register
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
@@ -23,6 +23,7 @@ __all__ = [
     "DataParallelStrategy",
     "Degrees",
     "DtypePolicy",
+    "FirstStepError",
     "LightningCLI",
     "MeshStrategy",
     "ZeroStrategy",

@@ -1,4 +1,4 @@
-"""The exception with which a set-up is refused, and the line of the user. No torch, so that anything may import it."""
+"""The package's exceptions, and the line of the user's code. No torch, so that anything may import it."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ class ConfigurationError(ValueError):
     def __reduce__(self) -> tuple[type[ConfigurationError], tuple[tuple[str, ...]]]:
         # Pickle would call the class with `args`, which hold the text and not the violations.
         return type(self), (self.violations,)
+
+
+class FirstStepError(RuntimeError):
+    """The first step of a fit differs from that of one process; nothing has been updated.
+
+    Example:
+        >>> Trainer(strategy=MeshStrategy(tensor=2, check="off"))  # to train nevertheless
+    """
 
 
 def check(violations: Iterable[str]) -> None:

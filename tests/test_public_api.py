@@ -19,6 +19,7 @@ PUBLIC = {
     "DataParallelStrategy",
     "Degrees",
     "DtypePolicy",
+    "FirstStepError",
     "LightningCLI",
     "MeshStrategy",
     "ZeroStrategy",

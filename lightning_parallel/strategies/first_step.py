@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_parallel import _lightning
 from lightning_parallel.checkpoint.full_state import whole
+from lightning_parallel.errors import FirstStepError
 from lightning_parallel.errors import check as refuse
 from lightning_parallel.module.differences import Tolerance
 from lightning_parallel.module.plain_copy import NotCopyableError, PlainCopy
@@ -42,14 +43,6 @@ _COPIES = 3
 _TF32 = 2.0**-10
 CHECKS = ("auto", "first_step", "off")
 """Values of the argument `check`."""
-
-
-class FirstStepError(RuntimeError):
-    """The first step of a fit differs from that of one process; nothing has been updated.
-
-    Example:
-        >>> Trainer(strategy=MeshStrategy(tensor=2, check="off"))  # to train nevertheless
-    """
 
 
 def check_violations(check: str) -> list[str]:

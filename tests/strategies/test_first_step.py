@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
-from lightning_parallel import build_strategy, full_state_dict
+from lightning_parallel import FirstStepError, build_strategy, full_state_dict
 from lightning_parallel.callbacks.trials import isolated
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.differences import Tolerance, gradient_differences, value_difference
 from lightning_parallel.module.layer_check import LayerCheck
-from lightning_parallel.strategies.first_step import FirstStepError
 from tests.data import batches
 from tests.jobs.first_steps import compared, fit, said
 from tests.models.cases import GAN
