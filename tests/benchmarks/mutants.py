@@ -92,6 +92,7 @@ def run(mutant: Mutant, tree: Path) -> str:
     path.write_text(applied(mutant, tree))
     arguments = ["-x", "-q", "-p", "no:cacheprovider", *shlex.split(mutant.tests)]
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)  # options of a run from which this one is started
     try:
         command = [sys.executable, "-m", "pytest", *arguments]
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT)
