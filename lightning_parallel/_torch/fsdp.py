@@ -273,6 +273,8 @@ def gathered_parameters(unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
 def data_of_shards_set() -> Iterator[None]:
     """Inside this context, ``parameter.data = values`` changes the values of a DTensor, as it does for a plain tensor.
 
+    Values may be a DTensor like it, or the whole ones, as a plain tensor that is equal on all ranks.
+
     In all supported versions, torch replaces the data of the outer tensor, not of the local one, without an error: a
     teacher that averages weights in this way would never change. `DTensor.data` is inherited from `Tensor`; there is
     no public setter.
@@ -284,7 +286,9 @@ def data_of_shards_set() -> Iterator[None]:
 
     def set_data(self: Any, values: Any) -> None:
         is_alike = isinstance(values, DTensor) and values.shape == self.shape and values.dtype == self.dtype
-        if is_alike and values.device == self.device and values.device_mesh == self.device_mesh:
+        is_alike = is_alike and values.device == self.device and values.device_mesh == self.device_mesh
+        is_whole = type(values) in (Tensor, nn.Parameter) and values.shape == self.shape and values.dtype == self.dtype
+        if is_alike or (is_whole and values.ndim):
             with torch.no_grad():
                 self.detach().copy_(values)
         else:

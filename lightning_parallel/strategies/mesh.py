@@ -234,6 +234,8 @@ class MeshStrategy(ProcessGroupStrategy):
         super().on_exception(exception)
         if any(words in str(exception) for words in ("mixed torch.Tensor and DTensor", "different mesh")):
             exception.add_note(_MIXED)
+        if any(words in str(exception) for words in ("Sharding propagation failed", "sharding strategy")):
+            exception.add_note(_NO_RULE)
 
 
 _MIXED = (
@@ -241,4 +243,9 @@ _MIXED = (
     "penalty over parameters() in the loss, a layer's weight used elsewhere, a call from a hook). Name the method that "
     "does so in forward_methods, give layers=[] so that all parameters are gathered around the step, or use "
     "zero1_custom, where parameters stay whole. To clip gradients, give the Trainer gradient_clip_val."
+)
+_NO_RULE = (
+    "torch does not know how to compute this on parts of a tensor: a hook or a step does it with a parameter or a "
+    "gradient that is sharded. Compute it from whole values (p.full_tensor() or full_state_dict(trainer), everywhere) "
+    "or use zero1_custom, where parameters stay whole."
 )

@@ -107,6 +107,23 @@ class CopyingAtStart(Habit):
         return loss + target.pow(2).mean()
 
 
+class Unique(Habit):
+    """An operation that torch cannot compute on shards."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(float(torch.unique(self.model.blocks[0].mlp[0].weight.detach()).numel()))
+
+
+class AssigningData(Habit):
+    """Whole values in place of a parameter's own."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            for block in self.model.blocks:
+                weight = block.mlp[0].weight
+                weight.data = torch.linspace(-0.2, 0.2, weight.numel()).reshape(weight.shape)
+
+
 class LoadingIntoPart(Habit):
     """Pretrained weights of a submodule, loaded when `fit` begins."""
 
