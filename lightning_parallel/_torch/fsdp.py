@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -240,21 +240,42 @@ def gather_around(holder: Any, method: str, unit: nn.Module) -> None:
 
 
 CAN_REDUCE_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-"""Whether ranks may use different parameters of a unit in a step: since 2.13."""
+"""Whether torch itself reduces zeros in the place of missing gradients: since 2.13."""
 
 
 def reduce_unused_parameters(unit: nn.Module) -> bool:
     """Let ranks that did not use a parameter of `unit` in a step take part in its reduction, with zeros.
 
-    `FSDPModule.set_reduce_scatter_unused_params`, since 2.13; before, such a step hangs and nothing can be set.
+    `FSDPModule.set_reduce_scatter_unused_params`, since 2.13. Before, nothing can be set, and such a step would hang:
+    `FSDPParamGroup.post_backward`, since 2.4, finds zeros.
 
     Returns:
-        Whether `unit` is sharded and this torch has the setting.
+        Whether `unit` is sharded.
     """
-    if not isinstance(unit, FSDPModule) or not CAN_REDUCE_UNUSED:
+    if not isinstance(unit, FSDPModule):
         return False
-    unit.set_reduce_scatter_unused_params(True, recurse=False)
+    if CAN_REDUCE_UNUSED:
+        unit.set_reduce_scatter_unused_params(True, recurse=False)
+    else:
+        for group in _parameter_groups(unit):
+            if "post_backward" not in vars(group):
+                group.post_backward = functools.partial(_reduce_with_zeros, group, group.post_backward)
     return True
+
+
+def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *args: Any) -> None:
+    """Reduce the gradients of a group, with zeros of the dtype of the others for parameters that have none."""
+    gathered = [parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
+    waits = any(parameter.unsharded_accumulated_grad is not None for parameter in gathered)
+    for parameter in gathered if group.reduce_grads else ():
+        whole = parameter._unsharded_param
+        if whole.requires_grad and whole.grad is None and parameter.unsharded_accumulated_grad is None:
+            if waits:
+                dtype = parameter.reduce_dtype or whole.dtype
+                parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=dtype)
+            else:
+                whole.grad = torch.zeros_like(whole)
+    post_backward(*args)
 
 
 def gathered_parameters(unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:

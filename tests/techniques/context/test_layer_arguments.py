@@ -19,6 +19,7 @@ from tests.models.argument_layers import Counting, Plain
 from tests.models.argument_nets import NETS, REFUSED_NETS, net
 from tests.models.cases import LENGTH
 from tests.parity import TOLERANCE, Outcome, make_trainer, train_module, worst
+from tests.rank_pool import RankError
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -38,6 +39,10 @@ def test_equal_to_one_process(ranks: Any, name: str, strategy: str) -> None:
 )
 @pytest.mark.parametrize("name", ["waves", "counting", "buffers", "hidden_by_name"])
 def test_with_other_policies(ranks: Any, name: str, strategy: str) -> None:
+    if name == "counting" and "compile" in strategy and torch.__version__ < "2.13":
+        with pytest.raises(RankError, match=r"layers.0 \(Counting\) counts positions by torch.arange"):
+            ranks(2).run(trained, name, strategy, 2)
+        return
     assert worst(ranks(2).run(trained, name, strategy, 2)[0], expected(name)) < TOLERANCE
 
 
