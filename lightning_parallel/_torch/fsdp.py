@@ -290,38 +290,6 @@ def gathered_parameters(unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
                 yield parameter.sharded_param, parameter._unsharded_param
 
 
-@contextlib.contextmanager
-def data_of_shards_set() -> Iterator[None]:
-    """Inside this context, ``parameter.data = values`` changes the values of a DTensor, as it does for a plain tensor.
-
-    Values may be a DTensor like it, or the whole ones, as a plain tensor that is equal on all ranks.
-
-    In all supported versions, torch replaces the data of the outer tensor, not of the local one, without an error: a
-    teacher that averages weights in this way would never change. `DTensor.data` is inherited from `Tensor`; there is
-    no public setter.
-    """
-    if "data" in vars(DTensor):  # replaced already, by an outer context
-        yield
-        return
-    plain: Any = vars(torch._C.TensorBase)["data"]
-
-    def set_data(self: Any, values: Any) -> None:
-        is_alike = isinstance(values, DTensor) and values.shape == self.shape and values.dtype == self.dtype
-        is_alike = is_alike and values.device == self.device and values.device_mesh == self.device_mesh
-        is_whole = type(values) in (Tensor, nn.Parameter) and values.shape == self.shape and values.dtype == self.dtype
-        if is_alike or (is_whole and values.ndim):
-            with torch.no_grad():
-                self.detach().copy_(values)
-        else:
-            plain.__set__(self, values)
-
-    DTensor.data = property(plain.__get__, set_data)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del DTensor.data
-
-
 def class_name(module: nn.Module) -> str:
     """Return the class name of a module as its author wrote it: `fully_shard` puts "FSDP" in front, since 2.4."""
     return type(module).__name__.removeprefix("FSDP") if isinstance(module, FSDPModule) else type(module).__name__

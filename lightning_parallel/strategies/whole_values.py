@@ -33,7 +33,7 @@ def whole_values(trainer: Trainer, module: LightningModule, mesh: Mesh) -> Itera
     mark = broadcast_object(str(time.time_ns()), 0, mesh.host_group) if dist.get_world_size() > 1 else ""
     reads = HostReads(f"lightning_parallel/{mark}")
     with (
-        _torch.fsdp.data_of_shards_set(),
+        _torch.host_reads.data_of_shards_set(),
         _torch.host_reads.reads_intercepted(module, whole=reads.whole, part=sharded_like, refuse=reads.refuse),
         _lightning.gradient_norms_read(),
         _logging_whole_values(trainer, module, reads),
