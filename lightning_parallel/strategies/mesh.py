@@ -232,10 +232,13 @@ class MeshStrategy(ProcessGroupStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if any(words in str(exception) for words in ("mixed torch.Tensor and DTensor", "different mesh")):
-            exception.add_note(_MIXED)
-        if any(words in str(exception) for words in ("Sharding propagation failed", "sharding strategy")):
-            exception.add_note(_NO_RULE)
+        _add_notes(exception)
+
+
+def _add_notes(exception: BaseException) -> None:
+    for words, note in _NOTES.items():
+        if words in str(exception):
+            exception.add_note(note)
 
 
 _MIXED = (
@@ -249,3 +252,10 @@ _NO_RULE = (
     "gradient that is sharded. Compute it from whole values (p.full_tensor() or full_state_dict(trainer), everywhere) "
     "or use zero1_custom, where parameters stay whole."
 )
+_NOTES = {
+    "mixed torch.Tensor and DTensor": _MIXED,
+    "different mesh": _MIXED,
+    "Sharding propagation failed": _NO_RULE,
+    "sharding strategy": _NO_RULE,
+}
+"""Words of torch's errors -> what to do."""
