@@ -22,6 +22,7 @@ from lightning_parallel.ranks.lock_step import PredictionLockStep
 from lightning_parallel.techniques.accumulation import GradientReduction, ZeroGrad
 from lightning_parallel.techniques.offload import OffloadedState
 from lightning_parallel.techniques.pipeline.gradients import sum_shared_gradients
+from lightning_parallel.techniques.pipeline.step_losses import MicrobatchWeights
 from lightning_parallel.techniques.replicate import reduce_gradients, synchronize_buffers
 from lightning_parallel.techniques.sharding import reshard_units
 from lightning_parallel.techniques.unused import UnusedParameters
@@ -257,6 +258,9 @@ class Steps(StepHooks):
 
 class PipelinedSteps(Steps):
     """Steps that run forward and backward inside the step, microbatch by microbatch."""
+
+    microbatch_weights: MicrobatchWeights | None = None
+    """The weights of the losses of microbatches, where a callback has any."""
 
     def before_microbatch_backward(self) -> None:
         """Call it before the backward of each microbatch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -29,7 +29,7 @@ class PlannedSteps(Protocol):
 
     @property
     def cuts_batches(self) -> bool:
-        """Whether the batch of a rank runs in parts, each of which is averaged over its samples alone."""
+        """Whether the batch of a rank runs in parts."""
 
     @property
     def num_processes(self) -> int:
@@ -45,6 +45,14 @@ class PlannedSteps(Protocol):
 
     def refuse(self, violations: list[str]) -> None:
         """Raise with all `violations`, in words on rank 0 only."""
+
+
+@runtime_checkable
+class WeighsParts(Protocol):
+    """The calls around the steps of a strategy that cuts batches."""
+
+    microbatch_weights: Any
+    """Counts the tokens of a part, for its weight; ``None`` where all have the same."""
 
 
 def refuse(trainer: Trainer, violations: Sequence[str]) -> None:
@@ -65,9 +73,21 @@ def updates_in_backward(trainer: Trainer) -> bool:
 
 
 def cuts_batches(trainer: Trainer) -> bool:
-    """Whether the batch of a rank runs in parts, each of which is averaged over its samples alone."""
+    """Whether the batch of a rank runs in parts."""
     strategy = trainer.strategy
     return isinstance(strategy, PlannedSteps) and strategy.cuts_batches
+
+
+def weigh_parts(trainer: Trainer, weights: Any) -> None:
+    """Let losses of the parts of a batch be weighted; ``None`` ends it.
+
+    Args:
+        trainer: The trainer, whose strategy cuts batches.
+        weights: What counts the tokens of a part.
+    """
+    steps = getattr(trainer.strategy, "steps", None)
+    if isinstance(steps, WeighsParts):
+        steps.microbatch_weights = weights
 
 
 def replica_devices(trainer: Trainer) -> list[torch.device]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,13 @@ from typing_extensions import override
 
 from lightning_parallel import _torch
 from lightning_parallel.callbacks.batch_geometry import num_readers
-from lightning_parallel.callbacks.strategy_protocol import cuts_batches, refuse, replica_devices, updates_in_backward
+from lightning_parallel.callbacks.strategy_protocol import (
+    cuts_batches,
+    refuse,
+    replica_devices,
+    updates_in_backward,
+    weigh_parts,
+)
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.techniques.clipping import scale_gradients
 
@@ -34,6 +41,7 @@ class TokenWeighted(Callback):
     `nll_loss` do not ignore. Where the loss is another one, count an element of the batch, or give a function.
 
     Under manual optimization the weights have a mean of 1 over the window, and its scale stays the module's own.
+    Under a pipeline the microbatches of a batch are weighted as well.
 
     Args:
         count: A function of the batch that returns the number of valid tokens.
@@ -66,6 +74,7 @@ class TokenWeighted(Callback):
         self._given: Tensor | None = None
         self._unit: Tensor | None = None
         self._window = _Window()
+        self._device, self._is_in_parts = torch.device("cpu"), False
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -84,17 +93,37 @@ class TokenWeighted(Callback):
             )
         if len(replica_devices(trainer)) > 1:
             found.append("TokenWeighted under dp_custom needs one device: it averages inside the step; use ddp_custom")
-        if cuts_batches(trainer):
-            found.append(
-                "TokenWeighted counts the tokens of whole batches, but pipeline > 1 takes the mean over microbatches "
-                "of equal numbers of samples; leave one of the two out"
-            )
         refuse(trainer, found)
         self._window = _Window()
+        self._device, self._is_in_parts = pl_module.device, cuts_batches(trainer)
+        if self._is_in_parts:
+            weigh_parts(trainer, self)
+
+    @contextlib.contextmanager
+    def counting(self, batch: Any) -> Iterator[Callable[[], Tensor]]:
+        """Count the tokens of a part of a batch, such as a microbatch, whose step runs inside the context.
+
+        Args:
+            batch: The part.
+
+        Returns:
+            A function that returns the number, once the step has run.
+        """
+        if self._is_given:
+            yield lambda: _as_number(self._counted(batch), self._device)
+            return
+        with LossObserver(in_trial=not torch.is_grad_enabled()) as observer:
+            yield lambda: _as_number(observer.count(), self._device)
+
+    def take_total(self, tokens: Tensor) -> None:
+        """Take the number of tokens of a batch from the rank that has seen its losses."""
+        self._given = tokens
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._count is not None or self._key is not None:
+        if self._is_in_parts:
+            return  # the strategy counts each part, and gives the total
+        if self._is_given:
             self._given = _as_number(self._counted(batch), pl_module.device)
         else:
             self._observe()
@@ -150,6 +179,11 @@ class TokenWeighted(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._window, self._given, self._unit = _Window(), None, None
+        weigh_parts(trainer, None)
+
+    @property
+    def _is_given(self) -> bool:
+        return self._count is not None or self._key is not None
 
     def _counted(self, batch: Any) -> Any:
         if self._count is not None:
@@ -178,18 +212,22 @@ class LossObserver(TorchFunctionMode):
     """Record over how many targets each cross-entropy averages, while it is entered.
 
     A function mode sees every call, also of ``from torch.nn.functional import cross_entropy``.
+
+    Args:
+        in_trial: Whether the step is tried without gradients; otherwise calls without are no losses, but metrics.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_trial: bool = False) -> None:
         super().__init__()
         self.counts: list[Tensor | None] = []
+        self._in_trial = in_trial
 
     @_torch.modes.part_of_graphs_only
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (F.cross_entropy, F.nll_loss):
             logits = args[0] if args else kwargs["input"]
-            if torch.is_grad_enabled() and logits.requires_grad:  # others are no losses, but metrics
+            if self._in_trial or (torch.is_grad_enabled() and logits.requires_grad):
                 self.counts.append(_averaged_over(*args, **kwargs))
         return func(*args, **kwargs)
 

@@ -48,22 +48,19 @@ class MeshStrategy(ProcessGroupStrategy):
             ``"model.generate"``, for calls from outside a step.
         reshard: ``"always"`` frees gathered parameters after a layer's forward; ``"never"`` keeps them until its
             gradients are reduced (ZeRO-2); a number keeps them sharded over so many ranks.
-        offload: ``"all"`` keeps parameters, gradients and optimizer state in host memory; ``"optimizer"`` keeps
-            optimizer state there between updates.
+        offload: What is in host memory: ``"all"`` state, or that of the ``"optimizer"`` between updates.
         recompute: Activations that backward computes again: ``"full"``, ``"every:2"`` (in every second layer),
-            ``"selective"`` (all but attention and every other matrix product), ``"budget:0.5"`` (as the compiler
-            chooses).
+            ``"selective"`` (all but attention and every other product), ``"budget:0.5"`` (as the compiler chooses).
         compile: ``"layers"`` compiles each layer of the stacks, in place.
-        accumulation_sync: When gradients are reduced within an accumulation window: ``"every"`` microstep, in the
-            ``"last"`` one, where whole gradients wait for it, or ``"auto"``: in the last one where these fit.
+        accumulation_sync: When a window's gradients are reduced: in ``"every"`` microstep, in the ``"last"`` one, for
+            which whole gradients wait, or ``"auto"``: in the last one where these fit.
         optimizer_in_backward: Whether parameters are updated as soon as their gradient is reduced.
-        schedule: In which order pipeline stages run microbatches: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``,
-            ``"zbv"`` or ``"dualpipev"``.
-        microbatches: Parts into which a pipeline cuts the batch of a rank; ``"auto"`` is the largest divisor of its
-            size that is at most twice the number of stages.
-        stages: Numbers of layers of the pipeline stages, such as ``[3, 5]``; ``"auto"`` balances parameters, ``"time"``
-            the time that layers take, as measured before the first training step.
+        schedule: Order of a pipeline's stages: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zbv"``, ``"dualpipev"``.
+        microbatches: Parts of a rank's batch in a pipeline; ``"auto"`` is the largest divisor up to twice the stages.
+        stages: Layers of each pipeline stage, such as ``[3, 5]``; ``"auto"`` balances parameters, ``"time"`` times.
         virtual_stages: Pipeline stages of each rank, with ``schedule="interleaved"``.
+        loss: Whether a pipeline computes head and loss once for the whole ``"batch"``, exact for any loss, or for each
+            ``"microbatch"``, exact for means of equally weighted samples; ``"auto"``: the second where both are equal.
         float8: Recipe of the stacks' linear maps, ``"tensorwise"`` or ``"rowwise"``; needs the extra ``float8``.
         tensor_plan: How linear maps are split under ``tensor``, where the package should not decide: the end of a
             path, in which ``*`` is one name -> ``"colwise"``, ``"rowwise"``, ``"replicate"``, or ``"vocab"`` for an
@@ -104,6 +101,7 @@ class MeshStrategy(ProcessGroupStrategy):
         microbatches: int | Literal["auto"] = "auto",
         stages: list[int] | Literal["auto", "time"] = "auto",
         virtual_stages: int = 1,
+        loss: Literal["auto", "batch", "microbatch"] = "auto",
         float8: str | None = None,
         tensor_plan: dict[str, str] | None = None,
         sequence: bool = False,
@@ -113,7 +111,9 @@ class MeshStrategy(ProcessGroupStrategy):
         timeout: timedelta | float = default_pg_timeout,
         check: str = "off",
     ) -> None:
-        cut = PipelinePolicy(schedule=schedule, microbatches=microbatches, stages=stages, virtual_stages=virtual_stages)
+        cut = PipelinePolicy(
+            schedule=schedule, microbatches=microbatches, stages=stages, virtual_stages=virtual_stages, loss=loss
+        )
         policies = Policies(
             layer=LayerPolicies(layers=layers, float8=float8, recompute=recompute, compile=compile),
             forward_methods=(forward_methods,) if isinstance(forward_methods, str) else tuple(forward_methods),

@@ -98,7 +98,10 @@ class ParallelModule:
         adopt_optimizers(self._optimizers, self._module, self.current.replaced())
         _lightning.move_optimizers(self._optimizers, self._device)
         self.steps.close()
-        self.steps = self._build_steps()
+        before, self.steps = self.steps, self._build_steps()
+        assert isinstance(before, PipelinedSteps)
+        assert isinstance(self.steps, PipelinedSteps)
+        self.steps.microbatch_weights = before.microbatch_weights
         self.steps.adopt(self._optimizers)
         self._attach_pipeline(looked_at)
         assert plan.pipeline is not None

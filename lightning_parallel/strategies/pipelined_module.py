@@ -5,35 +5,34 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins import Precision
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import check
-from lightning_parallel.module.placeholders import Placeholder, name_sources, placeholders_in
 from lightning_parallel.parallelize import Parallelized
-from lightning_parallel.ranks.random_streams import seed_generators, seed_of_part, unchanged_generators
-from lightning_parallel.ranks.stage_owners import broadcast_object
+from lightning_parallel.ranks.random_streams import seed_of_part, unchanged_generators
 from lightning_parallel.steps import PipelinedSteps
+from lightning_parallel.strategies.cut_step import CutBatch, CutStep
+from lightning_parallel.strategies.loss_choice import LossChoice
 from lightning_parallel.strategies.step_logs import StepLogs
-from lightning_parallel.strategies.step_meetings import refusing_meetings
-from lightning_parallel.strategies.step_metrics import StepMetrics
-from lightning_parallel.techniques.pipeline.execution import Execution, Passed, evaluation_actions, training_actions
+from lightning_parallel.techniques.pipeline.early_draws import EarlyDraws
+from lightning_parallel.techniques.pipeline.execution import evaluation_actions, training_actions
 from lightning_parallel.techniques.pipeline.gradients import GradientsOfStep
-from lightning_parallel.techniques.pipeline.layer_router import StageExit
+from lightning_parallel.techniques.pipeline.joined import Passed
+from lightning_parallel.techniques.pipeline.layer_router import StepPart
 from lightning_parallel.techniques.pipeline.microbatches import (
     MicrobatchCounts,
     batch_size_of,
     cut_batch,
-    merge_outputs,
 )
 from lightning_parallel.techniques.pipeline.placement import Placement, Positions, corrected, trace_positions
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
 from lightning_parallel.techniques.pipeline.stage_plan import StepCosts, balanced
+from lightning_parallel.techniques.pipeline.step_losses import StepLosses, loss_in
 from lightning_parallel.techniques.pipeline.timing import ROUNDS, StepClock, is_worth_moving
 from lightning_parallel.techniques.sharding import gather_while_running
 
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 
 TRAINING = "training_step"
 _TIMES = "the time of layers"
+_DRAWS = "random numbers before the stack of {}"
 
 
 class PipelinedModule:
@@ -75,24 +75,23 @@ class PipelinedModule:
         self._loss_scale = loss_scale
         self._place_again = place_again
         self._rank = self._cut.group.rank()
-        self._last_rank = self._cut.plan.stages.rank_of(self._cut.plan.stages.last)
         self._looked_at: set[str] = set()
+        self._choice = LossChoice(module, self._cut, self._all_ranks, device, steps)
         self._counts = MicrobatchCounts(self._cut.plan.policy, self._cut.plan.stages.num_ranks)
         self._num_evaluated = 0
         self._own: dict[str, Any] = {}
-        self._microsteps: dict[str, _Microstep] = {}
+        self._cut_steps: dict[str, CutStep] = {}
 
     def attach(self, names: Sequence[str], looked_at: set[str] | None = None) -> None:
         """Replace the step methods `names`; those in `looked_at` were traced before and need no second trace."""
         self._looked_at = looked_at or set()
         for name in names:
             self._own[name] = self._module.__dict__.get(name)
-            step = refusing_meetings(getattr(self._module, name), lambda: self._module.trainer.strategy)
-            microstep = _Microstep(step, self._cut.router.check_end)
-            gather_while_running(microstep, "run", self._module)
-            self._microsteps[name] = microstep
+            cut_step = CutStep(name, self._module, self._cut, self._steps, self._device)
+            gather_while_running(cut_step, "run", self._module)
+            self._cut_steps[name] = cut_step
             # Lightning looks at the signature to decide what to pass.
-            run = functools.update_wrapper(functools.partial(self.run, name), microstep.step)
+            run = functools.update_wrapper(functools.partial(self.run, name), cut_step.step)
             self._module.__dict__[name] = run
 
     def detach(self) -> set[str]:
@@ -110,92 +109,40 @@ class PipelinedModule:
         parts = cut_batch(batch, size, count)
         if (placement := self._better_placement(name, parts[0], args)) is not None:
             return self._place_again(placement).run(name, batch, *args)
+        cut = CutBatch(batch, parts, args, size // count)
+        cut = replace(cut, joins=self._joins(name, cut))
         if name == TRAINING:
-            seed = _next_seed()
+            cut = replace(cut, seed=_next_seed())
             with unchanged_generators(self._device):
-                return self._train(parts, args, seed, size // count)
+                return self._train(cut)
         # Most evaluations draw no numbers in one process, and shuffling the next epoch draws the next ones.
         with unchanged_generators(self._device):
             self._num_evaluated += 1
-            seed = seed_of_part(_next_seed(), self._num_evaluated << 20)
-            return self._evaluate(name, parts, args, seed, size // count)
+            return self._evaluate(name, replace(cut, seed=seed_of_part(_next_seed(), self._num_evaluated << 20)))
+
+    def _joins(self, name: str, batch: CutBatch) -> bool:
+        """Whether what comes after the stack runs once, on the whole batch."""
+        wanted, draws = self._cut.plan.policy.loss, _DRAWS.format(name) in self._looked_at
+        if wanted == "auto":
+            return self._choice.joins(self._cut_steps[name], batch, is_training=name == TRAINING, draws_early=draws)
+        check([_DRAWN.format(name)] if draws and wanted == "batch" else [])
+        return wanted == "batch"
 
     # Both kinds of steps ----------------------------------------------------------------------------------------
 
-    def _train(self, parts: list[Any], args: Any, seed: int, part_size: int) -> Any:
-        scale = self._loss_scale()
-
-        def loss_of(output: Any) -> Tensor:
-            return _loss_in(output) * (scale / len(parts))
-
+    def _train(self, batch: CutBatch) -> Any:
+        losses = StepLosses(self._loss_scale(), 1 if batch.joins else len(batch.parts), self._steps.microbatch_weights)
         with GradientsOfStep([p for p in self._module.parameters() if p.requires_grad]) as gradients:
-            actions = training_actions(self._cut.plan.policy, self._cut.plan.stages, len(parts), self._rank)
-            output = self._execute(TRAINING, actions, parts, args, seed, part_size, loss_of)
+            plan, count = self._cut.plan, len(batch.parts)
+            actions = training_actions(plan.policy, plan.stages, count, self._rank, joins=batch.joins)
+            output = self._cut_steps[TRAINING].execute(actions, batch, losses)
             self._steps.after_microbatches()
-        loss = gradients.attached_to(_loss_in(output), scale=scale)
+        loss = gradients.attached_to(loss_in(output), scale=losses.scale)
         return {**output, "loss": loss} if isinstance(output, dict) else loss
 
-    def _evaluate(self, name: str, parts: list[Any], args: Any, seed: int, part_size: int) -> Any:
-        actions = evaluation_actions(self._cut.plan.stages, len(parts), self._rank)
-        return self._execute(name, actions, parts, args, seed, part_size, None)
-
-    def _execute(
-        self,
-        name: str,
-        actions: Any,
-        parts: list[Any],
-        args: Any,
-        seed: int,
-        part_size: int,
-        loss_of: Callable[[Any], Tensor] | None,
-    ) -> Any:
-        logs, metrics = StepLogs(self._module), StepMetrics(self._module)
-        outputs: dict[int, Any] = {}
-
-        def forward(stage: int, microbatch: int, received: Passed | None) -> Passed | None:
-            own_seed = seed_of_part(seed, microbatch)
-            seed_generators(own_seed)
-            is_last = stage == self._cut.plan.stages.last
-            with (
-                # Every stage begins with the step, and what it logs and counts before the stack; the last one ends it.
-                logs.of(microbatch) if is_last else StepLogs(self._module).of(microbatch),
-                contextlib.nullcontext() if is_last else metrics.dropped(),
-                _torch.attention.slow_attention(),
-                self._cut.router.open(name, stage, received, own_seed),
-            ):
-                torch.clear_autocast_cache()
-                output = self._microsteps[name].run(parts[microbatch], *args)
-            if not is_last:
-                return output  # type: ignore[no-any-return]
-            check(_foreign([*placeholders_in(output), *logs.placeholders(), *metrics.placeholders()]))
-            outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, output)
-            return (loss_of(output),) if loss_of is not None else None
-
-        self._execution(name, forward).run(actions)
-        return self._share([outputs[index] for index in sorted(outputs)], logs, metrics, part_size)
-
-    def _execution(self, name: str, forward: Callable[[int, int, Passed | None], Passed | None]) -> Execution:
-        return Execution(
-            self._cut.plan.stages,
-            group=self._cut.group,
-            host_group=self._cut.host_group,
-            device=self._device,
-            forward=forward,
-            num_passed=functools.partial(self._cut.router.side_inputs.num_passed, name),
-            before_backward=self._steps.before_microbatch_backward,
-        )
-
-    def _share(self, outputs: list[Any], logs: StepLogs, metrics: StepMetrics, part_size: int) -> Any:
-        """The output of the whole batch on all ranks, and its logs replayed there. A collective of the pipeline."""
-        own = merge_outputs(outputs, part_size) if outputs else None
-        message = (tree_map_only(Tensor, Tensor.cpu, own), logs.collected(), metrics.updated()) if outputs else None
-        output, records, updated = broadcast_object(message, self._last_rank, self._cut.host_group)
-        if not outputs:
-            metrics.follow(updated)
-        logs.replay(records, self._device)
-        if outputs:
-            return own
-        return tree_map_only(Tensor, lambda value: value.to(self._device), output)
+    def _evaluate(self, name: str, batch: CutBatch) -> Any:
+        actions = evaluation_actions(self._cut.plan.stages, len(batch.parts), self._rank, joins=batch.joins)
+        return self._cut_steps[name].execute(actions, batch, None)
 
     # How the module is to be cut --------------------------------------------------------------------------------
 
@@ -214,15 +161,19 @@ class PipelinedModule:
 
     def _misplaced(self, name: str, part: Any, args: Any) -> Positions | None:
         """Where parameters are used, unless each stage has what it uses already."""
-        with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention():
-            traced = trace_positions(self._module, self._cut.router, name, lambda: self._traced_step(name, part, args))
+        is_first = len(self._looked_at) == 1
+        router, draws = self._cut.router, EarlyDraws(self._cut.router)
+        with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention(), draws:
+            traced = trace_positions(self._module, router, name, lambda: self._traced_step(name, part, args))
+        if draws.found:
+            self._looked_at.add(_DRAWS.format(name))
         plan = self._cut.plan
-        return corrected(plan.placement.positions, traced, plan.stages, is_first=len(self._looked_at) == 1)
+        return corrected(plan.placement.positions, traced, plan.stages, is_first=is_first)
 
     def _traced_step(self, name: str, part: Any, args: Any) -> None:
-        output = self._microsteps[name].step(part, *args)
+        output = self._cut_steps[name].step(part, *args)
         if name == TRAINING:
-            _loss_in(output)
+            loss_in(output)
 
     def _measured(self, part: Any, args: Any) -> StepCosts:
         """Times of the layers in a training step on a microbatch, without backward. A collective."""
@@ -230,10 +181,11 @@ class PipelinedModule:
 
         def forward(stage: int, microbatch: int, received: Passed | None) -> Passed | None:
             torch.clear_autocast_cache()
-            with clock.of_stage(stage), self._cut.router.open(TRAINING, stage, received, clock=clock):
-                output = self._microsteps[TRAINING].run(part, *args)
+            with clock.of_stage(stage), self._cut.router.open(TRAINING, StepPart(stage, received, clock=clock)):
+                output = self._cut_steps[TRAINING].run(part, *args)
             return output if stage != self._cut.plan.stages.last else None
 
+        actions = evaluation_actions(self._cut.plan.stages, 1, self._rank)
         with (
             unchanged_generators(self._device),
             unchanged(self._module),
@@ -242,7 +194,7 @@ class PipelinedModule:
         ):
             for _ in range(ROUNDS):
                 with StepLogs(self._module).of(0):
-                    self._execution(TRAINING, forward).run(evaluation_actions(self._cut.plan.stages, 1, self._rank))
+                    self._cut_steps[TRAINING].execution(forward).run(actions)
         return clock.costs(self._all_ranks)
 
 
@@ -252,44 +204,13 @@ def loss_scale(precision: Precision) -> float:
     return float(scaler.get_scale()) if scaler is not None else 1.0
 
 
-def _loss_in(output: Any) -> Tensor:
-    loss: Any = output.get("loss") if isinstance(output, dict) else output
-    check([] if isinstance(loss, Tensor) else [_NO_LOSS.format(type(loss).__name__)])
-    return loss  # type: ignore[no-any-return]
-
-
-class _Microstep:
-    """A step method on a microbatch; a stage that is not the last one leaves it early."""
-
-    def __init__(self, step: Callable[..., Any], check_end: Callable[[], None]) -> None:
-        self.step = step
-        self._check_end = check_end
-
-    def run(self, *args: Any) -> Any:
-        try:
-            output = self.step(*args)
-        except StageExit as exit_:
-            return exit_.passed
-        self._check_end()
-        return output
-
-
 def _next_seed() -> int:
     """A number that all ranks of a pipeline draw alike."""
     return int(torch.randint(2**62, ()))
 
 
-def _foreign(placeholders: list[Placeholder]) -> list[str]:
-    if not placeholders:
-        return []
-    return [
-        "what the step returns, logs or gives to a metric depends on something that only another pipeline stage "
-        f"computes (with {name_sources(placeholders) or 'other layers'}): only what the first layer of a stage "
-        "is given passes from stage to stage. Leave it out, or give pipeline=1"
-    ]
-
-
-_NO_LOSS = (
-    "training_step returns {} for a microbatch, but a pipeline needs a loss in each: a step cannot be skipped in the "
-    "middle. Return a tensor or a dict with 'loss', or give pipeline=1"
+_DRAWN = (
+    "{} draws random numbers before the stack, and loss='batch' runs it once more on the whole batch, where labels "
+    "that depend on them would not be those of the microbatches; draw them in the data loader, or give "
+    "loss='microbatch'"
 )

@@ -39,11 +39,17 @@ def count_labels(batch: Any) -> Tensor:
 
 
 def fit(
-    strategy: str, num_ranks: int, accumulate: int, kind: str, weighting: dict[str, Any] | None, samples: int = 48
+    strategy: str,
+    num_ranks: int,
+    accumulate: int,
+    kind: str,
+    weighting: dict[str, Any] | None,
+    samples: int = 48,
+    readers: int | None = None,
 ) -> dict[str, Any]:
     """Windows of 16 samples, in whatever microsteps; the last may be a short one."""
     L.seed_everything(3, verbose=False)
-    batch = 16 // num_ranks // accumulate
+    batch = 16 // (readers or num_ranks) // accumulate
     watching = Tokens()
     callbacks = [] if weighting is None else [TokenWeighted(**weighting, log="exact"), watching]
     trainer = trainer_for(
@@ -89,6 +95,29 @@ def test_every_way_to_count(ranks: Any, way: str) -> None:
     kind, weighting = WAYS[way]
     expected = fit("auto", 1, 1, kind, None)["weights"]
     ours = ranks(2).run(fit, "fsdp_custom", 2, 2, kind, weighting)[0]
+    assert difference(ours["weights"], expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("loss", ["microbatch", "batch", "auto"])
+@pytest.mark.parametrize(
+    ("strategy", "size", "readers", "accumulate"),
+    [("pp_custom", 2, 1, 1), ("pp_custom", 2, 1, 2), ("fsdp_custom:pipeline=2", 4, 2, 2)],
+)
+def test_microbatches_of_a_pipeline(
+    ranks: Any, strategy: str, size: int, readers: int, accumulate: int, loss: str
+) -> None:
+    expected = fit("auto", 1, 1, "cross_entropy", None)["weights"]
+    strategy += f"{',' if ':' in strategy else ':'}loss={loss}"
+    ours = ranks(size).run(fit, strategy, size, accumulate, "cross_entropy", {}, readers=readers)[0]
+    assert difference(ours["weights"], expected) < TOLERANCE
+    assert ours["logged"] == pytest.approx(fit("auto", 1, 1, "cross_entropy", {})["logged"], rel=1e-5)
+
+
+@pytest.mark.parametrize("way", ["observed with class weights", "a key", "a function"])
+def test_every_way_to_count_microbatches(ranks: Any, way: str) -> None:
+    kind, weighting = WAYS[way]
+    expected = fit("auto", 1, 1, kind, None)["weights"]
+    ours = ranks(2).run(fit, "pp_custom:loss=microbatch", 2, 1, kind, weighting, readers=1)[0]
     assert difference(ours["weights"], expected) < TOLERANCE
 
 

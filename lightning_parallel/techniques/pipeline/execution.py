@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_parallel import _torch
+from lightning_parallel.techniques.pipeline.joined import PartGradients, Passed
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
 
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
 PASSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 MOST_DIMS = 8
+JOIN = "JOIN"
 _HEADER = 3 + MOST_DIMS  # dtype, whether it wants a gradient, number of dimensions, sizes
 _Key = tuple[int, int]
-Passed = tuple[Tensor, ...]
-"""Tensors that a stage sends on: hidden states, `[batch, length, width]`, then side inputs."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ class Action:
 
 
 @functools.lru_cache
-def training_actions(policy: PipelinePolicy, plan: StagePlan, count: int, rank: int) -> tuple[Action, ...]:
+def training_actions(
+    policy: PipelinePolicy, plan: StagePlan, count: int, rank: int, *, joins: bool = False
+) -> tuple[Action, ...]:
     """List the actions of a rank in a training step.
 
     Args:
@@ -83,7 +85,13 @@ def training_actions(policy: PipelinePolicy, plan: StagePlan, count: int, rank: 
         plan: The stages and their ranks.
         count: The number of microbatches.
         rank: The rank on the pipeline axis.
+        joins: Whether the outputs of all microbatches are joined before the first backward.
     """
+    if joins:
+        # Backward takes the chunks of stages in the reverse of their order in forward, so that all ranks have work.
+        chunks = [list(range(begin, begin + plan.num_ranks)) for begin in range(0, plan.num_stages, plan.num_ranks)]
+        backward = [f"{s}B{m}" for chunk in chunks[::-1] for m in range(count) for s in chunk[::-1]]
+        return _with_join(_parsed(_with_transfers(plan, [*_forwards(plan, count), *backward])[rank]), plan)
     if policy.fits(count, plan.num_ranks):
         name = policy.schedule
         return _parsed(_torch.schedules.schedule_actions(name, plan.num_ranks, policy.stages_per_rank, count)[rank])
@@ -93,15 +101,25 @@ def training_actions(policy: PipelinePolicy, plan: StagePlan, count: int, rank: 
 
 
 @functools.lru_cache
-def evaluation_actions(plan: StagePlan, count: int, rank: int) -> tuple[Action, ...]:
+def evaluation_actions(plan: StagePlan, count: int, rank: int, *, joins: bool = False) -> tuple[Action, ...]:
     """List the actions of a rank in a step without backward.
 
     Args:
         plan: The stages and their ranks.
         count: The number of microbatches.
         rank: The rank on the pipeline axis.
+        joins: Whether the outputs of all microbatches are joined in the end.
     """
-    return _parsed(_with_transfers(plan, _forwards(plan, count))[rank])
+    actions = _parsed(_with_transfers(plan, _forwards(plan, count))[rank])
+    return _with_join(actions, plan) if joins else actions
+
+
+def _with_join(actions: tuple[Action, ...], plan: StagePlan) -> tuple[Action, ...]:
+    """Put the action `JOIN` behind the last forward of the last stage, on the rank that has it."""
+    ends = [place for place, action in enumerate(actions) if (action.kind, action.stage) == ("F", plan.last)]
+    if not ends:
+        return actions
+    return (*actions[: ends[-1] + 1], Action(JOIN, plan.last, 0), *actions[ends[-1] + 1 :])
 
 
 def _forwards(plan: StagePlan, count: int) -> list[str]:
@@ -134,6 +152,8 @@ class Execution:
             stage the scalar from which backward starts.
         num_passed: Takes a stage; returns the number of tensors that it receives.
         before_backward: Called before each backward.
+        join: Takes what the last stage has computed for all microbatches, runs the rest of the step, and returns its
+            gradients for each; where none is given, the last stage's `forward` does all of it.
     """
 
     def __init__(
@@ -146,6 +166,7 @@ class Execution:
         forward: Callable[[int, int, Passed | None], Passed | None],
         num_passed: Callable[[int], int],
         before_backward: Callable[[], None],
+        join: Callable[[list[Passed]], PartGradients] | None = None,
     ) -> None:
         self._plan = plan
         self._group = group
@@ -154,6 +175,8 @@ class Execution:
         self._forward = forward
         self._num_passed = num_passed
         self._before_backward = before_backward
+        self._join = join
+        self._joined: PartGradients = []
         self._arriving: dict[tuple[str, int, int], list[tuple[Tensor, dist.Work | None]]] = {}
         self._computed: dict[_Key, tuple[Passed | None, Passed | None]] = {}
         self._gradients: dict[_Key, Passed] = {}
@@ -169,6 +192,8 @@ class Execution:
                 self._compute(*key, does_backward=does_backward)
             elif action.kind in ("B", "I"):
                 self._compute_backward(*key)
+            elif action.kind == JOIN:
+                self._compute_joined(action.stage, keeps=does_backward)
             elif action.kind == "SEND_F":
                 self._send_forward(*key, keeps=does_backward)
             elif action.kind == "RECV_F":
@@ -201,13 +226,25 @@ class Execution:
         if does_backward or not self._is_here(stage + 1):
             self._computed[stage, microbatch] = (received, output)
 
+    def _compute_joined(self, stage: int, *, keeps: bool) -> None:
+        assert self._join is not None
+        found = [self._computed[key][1] for key in sorted(self._computed) if key[0] == stage]
+        if not keeps:
+            self._computed = {key: value for key, value in self._computed.items() if key[0] != stage}
+        self._joined = self._join([passed for passed in found if passed is not None])
+
     def _compute_backward(self, stage: int, microbatch: int) -> None:
         received, output = self._computed.pop((stage, microbatch))
         assert output is not None
-        wanted = [tensor for tensor, form in zip(output, _forms(output), strict=True) if form.wants_gradient]
-        gradients = self._arrived("B", stage, microbatch) if stage < self._plan.last else (None,)
+        pairs: list[tuple[Tensor, Tensor | None]]
+        if stage == self._plan.last and self._join is not None:
+            joined = zip(output, self._joined[microbatch], strict=True)
+            pairs = [(tensor, gradient) for tensor, gradient in joined if tensor.requires_grad and gradient is not None]
+        else:
+            wanted = [tensor for tensor, form in zip(output, _forms(output), strict=True) if form.wants_gradient]
+            gradients = self._arrived("B", stage, microbatch) if stage < self._plan.last else (None,)
+            pairs = [pair for pair in zip(wanted, gradients, strict=True) if pair[0].requires_grad]
         self._before_backward()
-        pairs = [pair for pair in zip(wanted, gradients, strict=True) if pair[0].requires_grad]
         if pairs:
             # Backward runs outside of autocast, as under Lightning; forward has chosen the dtypes.
             with torch.autocast(self._device.type, enabled=False):

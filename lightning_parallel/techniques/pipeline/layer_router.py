@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from lightning_parallel.module.placeholders import (
     placeholders_in_place,
 )
 from lightning_parallel.ranks.random_streams import drawing_from, seed_of_part
-from lightning_parallel.techniques.pipeline.shape_inference import InferredShapes
+from lightning_parallel.techniques.pipeline.joined import JoinedOutputs
+from lightning_parallel.techniques.pipeline.shape_inference import InferredShapes, collecting_hooks
 from lightning_parallel.techniques.pipeline.side_inputs import Beside, SideInputs
 from lightning_parallel.techniques.pipeline.stage_plan import BEFORE_THE_STACK, StagePlan
 from lightning_parallel.techniques.pipeline.substitution import Substitutes, SubstitutionMode
@@ -49,6 +51,27 @@ class StageExit(BaseException):
         self.passed = passed
 
 
+@dataclass(frozen=True)
+class StepPart:
+    """The part of a step that is run.
+
+    Args:
+        stage: The stage whose layers run; with ``None``, no layer runs, and all return placeholders.
+        received: The tensors that the stage before has sent.
+        seed: The seed of random numbers that layers draw.
+        clock: Times the layers, if given.
+        leaves_stack: Whether the step is left behind the last layer, too, with what it returns.
+        joined: What the layers have returned already; if given, none of them runs.
+    """
+
+    stage: int | None
+    received: tuple[Tensor, ...] | None = None
+    seed: int | None = None
+    clock: StepClock | None = None
+    leaves_stack: bool = False
+    joined: JoinedOutputs | None = None
+
+
 class LayerRouter:
     """Router of a step through the stack; open while a stage runs its part.
 
@@ -63,14 +86,10 @@ class LayerRouter:
         self.side_inputs = SideInputs(plan, paths, beside)
         self.position = BEFORE_THE_STACK
         self._paths = paths
-        self._stage: int | None = None
         self._is_open = False
-        self._step = ""
-        self._received: tuple[Tensor, ...] | None = None
+        self._step, self._part = "", StepPart(None)
         self._substitutes = Substitutes()
         self._mode: SubstitutionMode | None = None
-        self._seed: int | None = None
-        self._clock: StepClock | None = None
         self._inferred = InferredShapes()
         self._watch: Watch | None = None
 
@@ -90,39 +109,29 @@ class LayerRouter:
         self._inferred.forget()
         try:
             self.side_inputs.by_step[step] = {}
-            with placeholders_in_place(module, self._watch), self.open(step, None):
+            with placeholders_in_place(module, self._watch), self.open(step, StepPart(None)):
                 yield
         finally:
             self._watch = None
             self._inferred.forget()
 
     @contextlib.contextmanager
-    def open(
-        self,
-        step: str,
-        stage: int | None,
-        received: tuple[Tensor, ...] | None = None,
-        seed: int | None = None,
-        clock: StepClock | None = None,
-    ) -> Iterator[None]:
-        """Inside this context, a step runs the layers of `stage`.
+    def open(self, step: str, part: StepPart) -> Iterator[None]:
+        """Inside this context, a step runs only a part of itself.
 
         Args:
             step: The step's name.
-            stage: The stage's number; with ``None``, no layer runs, and all return placeholders.
-            received: The tensors that the stage before has sent.
-            seed: The seed of random numbers that layers draw.
-            clock: Times the layers, if given.
+            part: The part.
         """
-        self._step, self._stage, self._received, self._seed, self._clock = step, stage, received, seed, clock
+        self._step, self._part = step, part
         self.position, self._is_open = BEFORE_THE_STACK, True
-        passes_more = stage is None or self.side_inputs.has_any(step)
+        passes_more = part.stage is None or self.side_inputs.has_any(step)
         self._mode = SubstitutionMode(self._substitute_outside) if passes_more else None
         try:
             with self._mode or contextlib.nullcontext():
                 yield
         finally:
-            self._is_open, self._received, self._clock, self._mode = False, None, None, None
+            self._is_open, self._part, self._mode = False, StepPart(None), None
             self._substitutes.clear()
 
     @property
@@ -156,14 +165,18 @@ class LayerRouter:
         if not self._is_open:
             return run(*args, **kwargs)
         if index != self.position + 1:
-            raise ConfigurationError([_disorder(self._order(index))])
-        if self._stage is None:
+            before = self._paths[self.position] if self.position >= 0 else "the beginning of the step"
+            raise ConfigurationError([_disorder(f"the step called {self._paths[index]} after {before}")])
+        part = self._part
+        if part.stage is None:
             args, kwargs = self._look_beside(index, args, kwargs)
             self.position = index
             return self._hand_on(index, layer, forward, args, kwargs)
-        own = self.plan.layers_of(self._stage)
-        if index == own.start and self._received is not None:
-            args, kwargs = self._take(index, self._received, args, kwargs)
+        if part.joined is not None:
+            return self._pass_by(index, layer, forward, args, kwargs, part.joined)
+        own = self.plan.layers_of(part.stage)
+        if index == own.start and part.received is not None:
+            args, kwargs = self._take(index, part.received, args, kwargs)
         args, kwargs = self._substitutes.replace((args, kwargs))
         if index == own.stop:
             passed = (self._check_hidden(index, hidden_in(args, kwargs)), *self._beside(index, args, kwargs))
@@ -175,10 +188,26 @@ class LayerRouter:
             return self._hand_on(index, layer, forward, args, kwargs)
         if placeholders := placeholders_in((args, kwargs)):
             raise ConfigurationError([self._foreign(index, placeholders)])
-        timed = contextlib.nullcontext() if self._clock is None else self._clock.of_layer(index)
-        stream = _layer_stream(self._seed, index, is_needed=layer.training and torch.is_grad_enabled())
+        timed = contextlib.nullcontext() if part.clock is None else part.clock.of_layer(index)
+        stream = _layer_stream(part.seed, index, is_needed=layer.training and torch.is_grad_enabled())
         with timed, stream, _torch.modes.outside_of(self._mode):  # the arguments are replaced already
-            return run(*args, **kwargs)
+            result = run(*args, **kwargs)
+        if part.leaves_stack and index == self.plan.num_layers - 1:
+            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            raise StageExit((*tensors, *(part.received or ())[1:]))
+        return result
+
+    def _pass_by(
+        self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, joined: JoinedOutputs
+    ) -> Any:
+        """Hand on the result of a layer of the whole batch."""
+        if index == self.plan.layers_of(self.plan.last).start:
+            beside = self._beside(index, args, kwargs)
+            for placeholder, tensor in zip(beside, joined.side_inputs(beside), strict=True):
+                self._substitutes.put(placeholder, tensor)
+        args, kwargs = self._substitutes.replace((args, kwargs))
+        self.position = index
+        return self._hand_on(index, layer, forward, args, kwargs)
 
     # What passes from stage to stage ------------------------------------------------------------------------------
 
@@ -218,21 +247,18 @@ class LayerRouter:
         return found
 
     def _hand_on(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Infer the layer's result, as placeholders."""
-        return self._inferred.result(index, layer, forward, args, kwargs, is_on_placeholders=self._watch is not None)
+        """Infer the layer's result, as placeholders; that of the last one may be known from the microbatches."""
+        result = self._inferred.result(index, layer, forward, args, kwargs, is_on_placeholders=self._watch is not None)
+        if self._part.joined is not None and index == self.plan.num_layers - 1:
+            result = self._part.joined.in_place_of(result, self._paths[index])
+        for hook in collecting_hooks(layer):
+            hook(layer, args, result)
+        return result
 
     def _check_hidden(self, index: int, hidden: Any) -> Tensor:
         if is_placeholder(hidden) and self._watch is None:
             raise ConfigurationError([self._foreign(index, [hidden])])
-        if not isinstance(hidden, Tensor) or hidden.is_nested or not hidden.is_floating_point():
-            kind = "a nested tensor" if getattr(hidden, "is_nested", False) else type(hidden).__name__
-            raise ConfigurationError(
-                [
-                    f"{self._paths[index]} is given {kind} as its first argument, where a pipeline stage needs the "
-                    "hidden states as one plain tensor of floating-point numbers; give pipeline=1"
-                ]
-            )
-        return hidden
+        return _plain_hidden(self._paths[index], hidden)
 
     def _foreign(self, index: int, placeholders: list[Placeholder]) -> str:
         return _foreign(f"{self._paths[index]} is given", placeholders)
@@ -243,10 +269,6 @@ class LayerRouter:
             begun = self._paths[self.position]
             where = begun if self.is_in_layer else f"the step, after {begun},"
         raise ConfigurationError([_foreign(f"{where} takes", [placeholder])])
-
-    def _order(self, index: int) -> str:
-        before = self._paths[self.position] if self.position >= 0 else "the beginning of the step"
-        return f"the step called {self._paths[index]} after {before}"
 
 
 def apply_layer_router(
@@ -286,6 +308,18 @@ def _layer_stream(seed: int | None, index: int, *, is_needed: bool) -> contextli
         if seed is None or not is_needed
         else drawing_from(seed_of_part(seed, (index + 1) << 20))
     )
+
+
+def _plain_hidden(path: str, hidden: Any) -> Tensor:
+    if not isinstance(hidden, Tensor) or hidden.is_nested or not hidden.is_floating_point():
+        kind = "a nested tensor" if getattr(hidden, "is_nested", False) else type(hidden).__name__
+        raise ConfigurationError(
+            [
+                f"{path} is given {kind} as its first argument, where a pipeline stage needs the hidden states as one "
+                "plain tensor of floating-point numbers; give pipeline=1"
+            ]
+        )
+    return hidden
 
 
 def _foreign(where: str, placeholders: list[Placeholder]) -> str:

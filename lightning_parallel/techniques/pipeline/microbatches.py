@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
+_IGNORED = -100
+"""The label that no loss counts, unless it is told another one."""
+
 
 class MicrobatchCounts:
     """The number of microbatches into which each batch is cut.
@@ -97,6 +100,33 @@ def cut_batch(batch: Any, batch_size: int, count: int) -> list[Any]:
         return apply_to_collection(value, Tensor, part, index)
 
     return [cut(batch, index) for index in range(count)]
+
+
+def has_uneven_entries(batch: Any, batch_size: int, count: int) -> bool:
+    """Whether entries that count differ from microbatch to microbatch: labels other than -100, or those of a mask.
+
+    They are compared place by place within a sample, because a loss may leave out the first or the last one. A mask
+    is a tensor of booleans, or of zeros and ones with two dimensions or more.
+
+    Args:
+        batch: Nested containers with tensors `[batch_size, ...]`.
+        batch_size: The number of samples.
+        count: The number of microbatches.
+    """
+    found: list[Tensor] = []
+
+    def look(tensor: Tensor) -> None:
+        if not tensor.ndim or tensor.shape[0] != batch_size or tensor.is_floating_point() or tensor.is_complex():
+            return
+        kept = [tensor] if tensor.dtype == torch.bool else [tensor != _IGNORED]
+        if tensor.dtype != torch.bool and tensor.ndim > 1:
+            kept.append((tensor != 0) & ((tensor == 0) | (tensor == 1)).all())
+        for counted in kept:
+            each = counted.reshape(count, batch_size // count, -1).sum(1)
+            found.append((each != each[0]).any())
+
+    apply_to_collection(batch, Tensor, look)
+    return bool(torch.stack(found).any()) if found else False
 
 
 def merge_outputs(outputs: Sequence[Any], size: int) -> Any:

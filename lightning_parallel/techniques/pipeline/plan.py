@@ -9,6 +9,7 @@ from torch import nn
 from lightning_parallel.module.layer_stacks import ModuleStructure
 from lightning_parallel.techniques.pipeline.placement import Placement, plan_stages, positions_by_registration
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy, stack_length_violations
+from lightning_parallel.techniques.pipeline.shape_inference import collecting_hooks
 from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
 
 
@@ -103,8 +104,7 @@ def hooked_layers_violations(module: nn.Module, structure: ModuleStructure) -> l
     hooked = [
         path
         for path in structure.layers
-        for hook in module.get_submodule(path)._forward_hooks.values()
-        if not getattr(hook, "__module__", "").startswith("transformers.")  # these collect on demand only
+        if len(module.get_submodule(path)._forward_hooks) > len(collecting_hooks(module.get_submodule(path)))
     ]
     if not hooked:
         return []

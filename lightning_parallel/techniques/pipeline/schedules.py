@@ -11,6 +11,7 @@ from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.ranks.divisibility import divisors, listed
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
+LOSSES = ("auto", "batch", "microbatch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +23,15 @@ class PipelinePolicy:
         microbatches: Parts of a rank's batch; ``"auto"`` is the largest divisor that is at most twice the stages.
         stages: Layers of each stage; ``"auto"`` balances numbers of parameters, ``"time"`` measured times.
         virtual_stages: Stages of each rank.
+        loss: Whether what comes after the stack runs once on the whole ``"batch"``, or for each ``"microbatch"``;
+            ``"auto"`` takes the second where both are equal.
     """
 
     schedule: str = "1f1b"
     microbatches: int | Literal["auto"] = "auto"
     stages: Sequence[int] | Literal["auto", "time"] = "auto"
     virtual_stages: int = 1
+    loss: str = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.stages, list):  # as in YAML
@@ -123,6 +127,8 @@ def pipeline_violations(policy: PipelinePolicy, num_ranks: int) -> list[str]:
     name = policy.schedule
     if name not in SCHEDULES:
         found.append(f"schedule={name!r} is unknown; possible: {', '.join(SCHEDULES)}")
+    if policy.loss not in LOSSES:
+        found.append(f"loss={policy.loss!r} is unknown; possible: {', '.join(LOSSES)}")
     virtual = policy.virtual_stages
     if isinstance(virtual, bool) or not isinstance(virtual, int) or virtual < 1:
         return [*found, f"virtual_stages={virtual!r} is not a number of stages; give at least 1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_parallel.module.held_modules import held_modules
 from lightning_parallel.module.hidden_states import hidden_in, with_hidden
 from lightning_parallel.module.kv_cache import is_cache
-from lightning_parallel.module.object_state import Numbers, ObjectState
+from lightning_parallel.module.object_state import CONTAINERS, Numbers, ObjectState
 from lightning_parallel.module.placeholders import is_placeholder, placeholder_like, placeholders_in_place
 
 _REMEMBERED = 4096
@@ -52,7 +53,8 @@ class InferredShapes:
         """
         args, kwargs = tree_map(lambda value: None if is_cache(value) else value, (args, kwargs))
         key = (index, torch.is_grad_enabled(), *map(_kind, tree_leaves((args, kwargs))))
-        if key not in self._results:
+        # Hooks inside of a layer collect something for the step, in each call.
+        if key not in self._results or any(map(collecting_hooks, layer.modules())):
             if len(self._results) > _REMEMBERED:  # of batches whose length varies
                 self.forget()
             hidden = hidden_in(args, kwargs)
@@ -76,9 +78,11 @@ class InferredShapes:
 
 @contextlib.contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Leave no trace of a run on `module`: attributes, lists, buffers, states of metrics."""
+    """Leave no trace of a run on `module`: attributes, lists, hooks, buffers, states of metrics."""
+    # Tables of hooks are ordered: Hugging Face installs hooks when outputs are first asked for, and notes it elsewhere.
+    containers = (*CONTAINERS, OrderedDict)
     children = held_modules(module).values()
-    states = [ObjectState(child, lambda name, _: name not in _KEPT_APART) for child in children]
+    states = [ObjectState(child, lambda name, _: name not in _KEPT_APART, containers=containers) for child in children]
     values = [value for state in states for value in state.attributes.before.values()]
     tensors = [value for value in (*values, *module.buffers()) if isinstance(value, Tensor)]
     numbers = Numbers(t for t in dict.fromkeys(tensors) if not t.is_meta and not isinstance(t, DTensor))
@@ -88,6 +92,12 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         for state in states:
             state.restore()
         numbers.restore()
+
+
+def collecting_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Hooks of Hugging Face's that collect what a module returns, such as ``output_hidden_states=True`` asks for."""
+    hooks = module._forward_hooks.values()
+    return [hook for hook in hooks if (getattr(hook, "__module__", None) or "").startswith("transformers.")]
 
 
 @contextlib.contextmanager

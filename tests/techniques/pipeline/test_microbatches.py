@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from lightning_parallel import ConfigurationError
-from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch, merge_outputs
+from lightning_parallel.techniques.pipeline.microbatches import (
+    batch_size_of,
+    cut_batch,
+    has_uneven_entries,
+    merge_outputs,
+)
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 from lightning_parallel.techniques.pipeline.stage_plan import StepCosts, balanced
 
@@ -42,3 +47,19 @@ def test_batches_are_cut_and_outputs_joined() -> None:
         merge_outputs([{"table": torch.ones(3, 3)}, {"table": torch.zeros(3, 3)}], 2)
     with pytest.raises(ConfigurationError, match="no tensor"):
         batch_size_of({"names": ["a"]})
+
+
+def test_entries_that_count_differ_from_microbatch_to_microbatch() -> None:
+    tokens = torch.arange(24).view(4, 6) + 2
+    labels = tokens.clone()
+    assert not has_uneven_entries((tokens, labels, torch.rand(4, 6)), 4, 2)
+    labels[0, 1:3] = labels[2, 1:3] = -100
+    assert not has_uneven_entries({"labels": labels}, 4, 2)
+    labels[3, 0] = labels[1, 5] = -100
+    assert has_uneven_entries({"labels": labels}, 4, 2)  # as many, but not in the same places
+    mask = torch.ones(4, 6, dtype=torch.long)
+    assert not has_uneven_entries([mask, tokens], 4, 4)
+    mask[3, 4:] = 0
+    assert has_uneven_entries([mask, tokens], 4, 4)
+    assert has_uneven_entries(mask.bool(), 4, 4)
+    assert not has_uneven_entries((tokens, "text", 3, mask[0]), 4, 2)  # what is not cut is in all of them

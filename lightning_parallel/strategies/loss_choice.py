@@ -1,0 +1,265 @@
+"""Choice between the whole batch and microbatches for what comes after a pipeline's stack, with ``loss="auto"``.
+
+Both are tried on the first microbatches, without gradients and without a trace on the module: the loss of all of them
+together, and the mean of their losses, for the hidden states that the stack returns and for others near them. Losses
+that agree at a random point agree elsewhere, unless they depend on what this batch does not have: so the trial is
+repeated in steps 4, 16, 64 and so on, and labels and masks of every batch are compared over its microbatches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from lightning_parallel import _torch
+from lightning_parallel.errors import check
+from lightning_parallel.ranks.random_streams import unchanged_generators
+from lightning_parallel.steps import PipelinedSteps
+from lightning_parallel.strategies.cut_step import CutBatch, CutStep, foreign_violations
+from lightning_parallel.strategies.step_logs import StepLogs
+from lightning_parallel.strategies.step_metrics import StepMetrics
+from lightning_parallel.techniques.pipeline.cut import CutStack
+from lightning_parallel.techniques.pipeline.execution import evaluation_actions
+from lightning_parallel.techniques.pipeline.joined import PartGradients, Passed
+from lightning_parallel.techniques.pipeline.layer_router import StepPart
+from lightning_parallel.techniques.pipeline.microbatches import cut_batch, has_uneven_entries
+from lightning_parallel.techniques.pipeline.shape_inference import unchanged
+from lightning_parallel.techniques.pipeline.step_losses import MicrobatchWeights, loss_in
+from lightning_parallel.techniques.sharding import abandon_step
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Result of a trial on one rank.
+
+    Args:
+        impossible: Why the rest of the step cannot run on the whole batch; empty if it can.
+        whole: A loss of the whole batch; ``None`` where none was computed.
+        mean: The mean over its microbatches.
+        is_equal: Whether the two agree, at all points.
+    """
+
+    impossible: str = ""
+    whole: float | None = None
+    mean: float | None = None
+    is_equal: bool = True
+
+
+class LossChoice:
+    """The choice for each step method of a module whose stack is cut.
+
+    Args:
+        module: The module.
+        cut: The stack.
+        all_ranks: All ranks, for host memory: those that read other samples choose alike.
+        device: This rank's device.
+        steps: The calls around the module's steps, with weights of microbatches, if a callback has any.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        cut: CutStack,
+        all_ranks: ProcessGroup,
+        device: torch.device,
+        steps: PipelinedSteps,
+    ) -> None:
+        self._module, self._cut, self._all_ranks, self._device, self._steps = module, cut, all_ranks, device, steps
+        self._joins: dict[str, bool] = {}
+        self._is_final: set[str] = set()
+        self._num_steps = 0
+
+    def joins(self, step: CutStep, batch: CutBatch, *, is_training: bool, draws_early: bool) -> bool:
+        """Choose whether what comes after the stack runs once, on the whole batch. A collective of all ranks.
+
+        Args:
+            step: The step method.
+            batch: The batch.
+            is_training: Whether backward follows.
+            draws_early: Whether the step draws random numbers before the stack.
+        """
+        name, count = step.name, len(batch.parts)
+        if draws_early:
+            if name not in self._is_final and is_training:
+                rank_zero_info(_MICROBATCH + _DRAWS)
+            self._is_final.add(name)
+        if name in self._is_final:
+            return self._joins.get(name, False)
+        self._num_steps += is_training
+        is_mean = is_training and self._steps.microbatch_weights is None
+        uneven = is_mean and has_uneven_entries(batch.whole, batch.part_size * count, count)
+        (any_is_uneven, any_is_whole) = self._any(uneven, count == 1)
+        is_due = name not in self._joins or (is_training and math.log(self._num_steps, 4).is_integer())
+        if is_due and not any_is_whole:
+            self._decide(name, self._all_trials(step, batch, is_training=is_training), is_training=is_training)
+        if any_is_uneven and name not in self._is_final:
+            self._settle(name, joins=True)
+            rank_zero_info(_BATCH.format("labels or masks of its microbatches have different numbers of entries"))
+        return self._joins.get(name, False)
+
+    def _decide(self, name: str, trials: Sequence[Trial], *, is_training: bool) -> None:
+        impossible = next((trial.impossible for trial in trials if trial.impossible), "")
+        unequal = next((trial for trial in trials if not trial.is_equal), None)
+        equal = next((trial for trial in trials if trial.whole is not None), None)
+        if impossible:
+            self._settle(name, joins=False)
+            if is_training:
+                rank_zero_info(f"{_MICROBATCH}, which is {_EXACT}; on the whole batch it cannot run: {impossible}")
+        elif not is_training:
+            self._settle(name, joins=True)
+        elif unequal is not None:
+            is_late = self._joins.get(name) is False
+            self._settle(name, joins=True)
+            reason = (
+                f"the mean over microbatches is {unequal.mean:.5g}, and the loss of all together {unequal.whole:.5g}"
+            )
+            rank_zero_info(_BATCH.format(reason) + (_LATE.format(self._num_steps // 4) if is_late else ""))
+        elif name not in self._joins:
+            self._joins[name] = False
+            numbers = f" ({equal.whole:.5g} = {equal.mean:.5g})" if equal is not None else ""
+            rank_zero_info(f"{_MICROBATCH}, whose mean was the loss of all of them together{numbers}")
+
+    def _settle(self, name: str, *, joins: bool) -> None:
+        self._joins[name] = joins
+        self._is_final.add(name)
+
+    # Collectives of all ranks -----------------------------------------------------------------------------------
+
+    def _any(self, *flags: bool) -> list[bool]:
+        votes = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._all_ranks)
+        return [bool(vote) for vote in votes.tolist()]
+
+    def _all_trials(self, step: CutStep, batch: CutBatch, *, is_training: bool) -> list[Trial]:
+        found: list[Any] = [None] * self._all_ranks.size()
+        dist.all_gather_object(found, self._try(step, batch, is_training=is_training), group=self._all_ranks)
+        return found
+
+    def _try(self, step: CutStep, batch: CutBatch, *, is_training: bool) -> Trial:
+        """Run the rest of the step on the first microbatches, both ways. A collective of the pipeline."""
+        size, count = batch.part_size * len(batch.parts), len(batch.parts)
+        num = 2 if count % 2 == 0 else count
+        together = cut_batch(batch.whole, size, count // num)[0]
+        trials: list[Trial] = []
+
+        def forward(stage: int, microbatch: int, received: Passed | None) -> Passed:
+            part = StepPart(stage, received, batch.seed + microbatch)
+            if stage == self._cut.plan.stages.last:
+                return step.run_stack(part, batch.parts[microbatch], batch.args)
+            return step.run_stage(part, batch.parts[microbatch], batch.args)
+
+        def join(passed: list[Passed]) -> PartGradients:
+            rest = _Rest(
+                self._module, step, batch, self._steps.microbatch_weights if is_training else None, has_loss=is_training
+            )
+            trials.append(rest.compared(passed, together))
+            return []
+
+        actions = evaluation_actions(self._cut.plan.stages, num, self._cut.group.rank(), joins=True)
+        with unchanged_generators(self._device), unchanged(self._module), torch.no_grad():
+            step.execution(forward, join).run(actions)
+        return trials[0] if trials else Trial()
+
+
+class _Rest:
+    """The part of a step after the stack, in a trial on the last stage."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        step: CutStep,
+        batch: CutBatch,
+        weights: MicrobatchWeights | None,
+        *,
+        has_loss: bool,
+    ) -> None:
+        self._module, self._step, self._batch, self._weights, self._has_loss = module, step, batch, weights, has_loss
+
+    def compared(self, passed: list[Passed], together: Any) -> Trial:
+        """Compare the loss of microbatches together with the mean of theirs."""
+        try:
+            pairs = [self._losses(point, together) for point in (passed, [_moved(part) for part in passed])]
+        except Exception as error:  # also those of the user's code: the step itself goes on by microbatches
+            abandon_step(self._module)
+            return Trial((str(error).splitlines() or [type(error).__name__])[0])
+        finite = [pair for pair in pairs if pair and all(map(math.isfinite, pair))]
+        if not finite:
+            return Trial(is_equal=True) if not pairs[0] else Trial(whole=pairs[0][0], mean=pairs[0][1], is_equal=False)
+        tolerance = _tolerance(passed)
+        unequal = [(whole, mean) for whole, mean, most in finite if abs(whole - mean) > tolerance * most]
+        whole, mean = unequal[0] if unequal else finite[0][:2]
+        return Trial(whole=whole, mean=mean, is_equal=not unequal)
+
+    def _losses(self, passed: list[Passed], together: Any) -> tuple[float, float, float] | tuple[()]:
+        whole, _ = self._loss(passed, together)
+        if not self._has_loss:
+            return ()
+        each = [self._loss([one], part) for one, part in zip(passed, self._batch.parts, strict=False)]
+        mean = sum(loss * count for loss, count in each if count) / (sum(count for _, count in each) or 1.0)
+        return whole, mean, max(abs(whole), *(abs(loss) for loss, count in each if count))
+
+    def _loss(self, passed: list[Passed], batch: Any) -> tuple[float, float]:
+        """The loss, and its weight."""
+        logs, metrics = StepLogs(self._module), StepMetrics(self._module)
+        joined = self._step.joined(passed)
+        counting = contextlib.nullcontext(lambda: 1.0) if self._weights is None else self._weights.counting(batch)
+        with counting as count, _NoDropout():
+            output = self._step.run_rest(joined, self._batch.seed, logs.of(0), batch, self._batch.args)
+            weight = float(count()) if self._has_loss else 1.0
+        check(foreign_violations(output, logs, metrics, joins=True))
+        return float(loss_in(output)) if self._has_loss else 0.0, weight
+
+
+class _NoDropout(TorchFunctionMode):
+    """Dropout does nothing: its masks on the whole batch are other ones than on microbatches."""
+
+    @_torch.modes.part_of_graphs_only
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
+def _moved(passed: Passed) -> Passed:
+    """Other hidden states, as far from these as these from zero."""
+    return tree_map_only(Tensor, _moved_tensor, passed)  # type: ignore[no-any-return]
+
+
+def _moved_tensor(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point() or not tensor.ndim:
+        return tensor
+    return tensor + torch.randn_like(tensor) * tensor.float().pow(2).mean().sqrt().to(tensor.dtype)
+
+
+def _tolerance(passed: list[Passed]) -> float:
+    """The largest relative difference by rounding: products of other sizes add up in other orders."""
+    hidden = passed[0][0]
+    if hidden.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(hidden.device.type):
+        return 2e-3
+    return 1e-5 if hidden.device.type == "cpu" else 1e-4
+
+
+_EXACT = "exact for means of equally weighted samples"
+_MICROBATCH = "loss='auto': what comes after the stack runs for each microbatch"
+_BATCH = "loss='auto': what comes after the stack runs once on the whole batch, with the memory of gpipe: {}"
+_LATE = ". In step {} they still agreed; since then, losses may have been means over microbatches"
+_DRAWS = (
+    f", which is {_EXACT}; on the whole batch it cannot run, because the step draws random numbers before the stack: "
+    "labels that depend on them would not be those of the microbatches. Draw them in the data loader"
+)

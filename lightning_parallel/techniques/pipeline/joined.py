@@ -1,0 +1,94 @@
+"""Outputs of a stack for all microbatches, joined for the one run of the rest of the step on the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_parallel.errors import ConfigurationError
+
+Passed = tuple[Tensor, ...]
+"""Tensors that a stage sends on: hidden states, `[batch, length, width]`, then side inputs."""
+PartGradients = list[tuple[Tensor | None, ...]]
+"""For each microbatch, the gradients of the tensors that its last stage has computed."""
+
+
+class JoinedOutputs:
+    """The outputs of the last stage for all microbatches, joined as they are asked for.
+
+    Joined tensors are new leaves of the graph: backward through the rest of the step ends at them. What has no
+    dimension of samples, such as a sum over them, stays a placeholder, which nothing can read.
+
+    Args:
+        parts: For each microbatch, the tensors that the last layer returned, then side inputs of the stage.
+        num_side_inputs: The number of these.
+    """
+
+    def __init__(self, parts: Sequence[Passed], num_side_inputs: int = 0) -> None:
+        self._parts = parts
+        self._first_side_input = len(parts[0]) - num_side_inputs
+        self._joined: dict[int, tuple[Tensor, int]] = {}
+
+    def in_place_of(self, result: Any, path: str) -> Any:
+        """Return what the last layer would return for the whole batch.
+
+        Args:
+            result: The same, as placeholders.
+            path: The path of the layer, for messages.
+
+        Raises:
+            ConfigurationError: For other numbers of tensors than for a microbatch.
+        """
+        leaves, spec = tree_flatten(result)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if len(places) != self._first_side_input:
+            returned = f"{path} returns {self._first_side_input} tensors for a microbatch and {len(places)} for a batch"
+            raise ConfigurationError([f"{returned}, so that they cannot be joined; {_ADVICE}"])
+        for number, place in enumerate(places):
+            leaves[place] = self._join(number, leaves[place])
+        return tree_unflatten(leaves, spec)
+
+    def side_inputs(self, placeholders: Sequence[Tensor]) -> list[Tensor]:
+        """Return the side inputs of the last stage for the whole batch; `placeholders` have their shapes."""
+        start = self._first_side_input
+        return [self._join(start + number, like) for number, like in enumerate(placeholders)]
+
+    def gradients(self) -> PartGradients:
+        """Cut the gradients of the joined tensors into those of the microbatches, once backward has run."""
+        count = len(self._parts)
+        found: list[list[Tensor | None]] = [[None] * len(part) for part in self._parts]
+        for number, (tensor, dim) in self._joined.items():
+            if tensor.grad is not None:
+                for own, piece in zip(found, tensor.grad.chunk(count, dim), strict=True):
+                    own[number] = piece
+        return [tuple(own) for own in found]
+
+    def _join(self, number: int, like: Tensor) -> Tensor:
+        """Join one tensor to the shape of `like`, which stays in its place if there is no dimension of samples."""
+        if number not in self._joined:
+            pieces = [part[number] for part in self._parts]
+            dim = _batch_dim(pieces, like.shape)
+            if dim is None:
+                return like
+            tensor = torch.cat([piece.detach() for piece in pieces], dim)
+            tensor.requires_grad_(any(piece.requires_grad for piece in pieces) and torch.is_grad_enabled())
+            self._joined[number] = tensor, dim
+        return self._joined[number][0]
+
+
+def _batch_dim(pieces: Sequence[Tensor], whole: torch.Size) -> int | None:
+    """The dimension along which `pieces` are cut; ``None`` where there is none."""
+    part = pieces[0].shape
+    if len(part) != len(whole) or any(piece.shape != part for piece in pieces):
+        return None
+    if len(pieces) == 1 and part:
+        return 0
+    dims = [dim for dim, (size, all_of_it) in enumerate(zip(part, whole, strict=True)) if size != all_of_it]
+    return dims[0] if len(dims) == 1 and part[dims[0]] * len(pieces) == whole[dims[0]] else None
+
+
+_ADVICE = "give loss='microbatch' where the loss is a mean of equally weighted samples, or pipeline=1"
