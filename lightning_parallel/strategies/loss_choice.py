@@ -173,6 +173,7 @@ class LossChoice:
         actions = evaluation_actions(self._cut.plan.stages, num, self._cut.group.rank(), joins=True)
         with unchanged_generators(self._device), unchanged(self._module), torch.no_grad():
             step.execution(forward, join).run(actions)
+        self._steps.free_gathered()  # gradients of the step are kept by its parameters: those of the shards
         return trials[0] if trials else Trial()
 
 

@@ -195,6 +195,7 @@ class PipelinedModule:
             for _ in range(ROUNDS):
                 with StepLogs(self._module).of(0):
                     self._cut_steps[TRAINING].execution(forward).run(actions)
+        self._steps.free_gathered()  # the step that follows looks for the parameters that are to have gradients
         return clock.costs(self._all_ranks)
 
 
