@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_parallel import _torch
@@ -115,14 +116,22 @@ class TokenWeighted(Callback):
         with LossObserver(in_trial=not torch.is_grad_enabled()) as observer:
             yield lambda: _as_number(observer.count(), self._device)
 
+    @property
+    def unit(self) -> Tensor:
+        """The number of tokens that weighs 1, so that weights are near it; equal on all ranks."""
+        assert self._unit is not None
+        return self._unit
+
     def take_total(self, tokens: Tensor) -> None:
         """Take the number of tokens of a batch from the rank that has seen its losses."""
         self._given = tokens
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._is_in_parts:
-            return  # the strategy counts each part, and gives the total
+        if self._is_in_parts:  # the strategy counts each part, and gives the total
+            if self._unit is None:
+                self._unit = _mean_over_ranks(trainer, _as_number(_num_entries(batch), pl_module.device))
+            return
         if self._is_given:
             self._given = _as_number(self._counted(batch), pl_module.device)
         else:
@@ -136,11 +145,11 @@ class TokenWeighted(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         observed = self._stop_observing()
         tokens = self._given if self._given is not None else _as_number(observed, pl_module.device)
-        if self._unit is None:  # so that weights are near 1; equal on all ranks
-            mean = trainer.strategy.reduce(tokens.clone(), reduce_op="mean")
-            self._unit = mean.clamp(min=1.0) if isinstance(mean, Tensor) else tokens
-        weight = tokens / self._unit
-        loss.register_hook(lambda gradient: gradient * weight.to(gradient.dtype))
+        if self._unit is None:
+            self._unit = _mean_over_ranks(trainer, tokens)
+        if not self._is_in_parts:  # else gradients are weighted, and may be reduced over ranks
+            weight = tokens / self._unit
+            loss.register_hook(lambda gradient: gradient * weight.to(gradient.dtype))
         self._window.add(tokens)
         if not pl_module.automatic_optimization and self._given is None:
             self._observe()  # the step may go on to its next microstep
@@ -280,6 +289,18 @@ class _Window:
 
     def close(self, total: Tensor) -> None:
         self.finished_total, self.tokens, self.num_microsteps = total, None, 0
+
+
+def _mean_over_ranks(trainer: Trainer, number: Tensor) -> Tensor:
+    """A number that is equal on all ranks, and at least 1. A collective."""
+    mean = trainer.strategy.reduce(number.clone(), reduce_op="mean")
+    return mean.clamp(min=1.0) if isinstance(mean, Tensor) else number.clamp(min=1.0)
+
+
+def _num_entries(batch: Any) -> int:
+    """About as many tokens as a batch has: the entries of its largest tensor of integers, such as labels."""
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return max((leaf.numel() for leaf in leaves if not leaf.is_floating_point()), default=1)
 
 
 def _as_number(value: Any, device: torch.device) -> Tensor:

@@ -130,13 +130,14 @@ class PipelinedModule:
     # Both kinds of steps ----------------------------------------------------------------------------------------
 
     def _train(self, batch: CutBatch) -> Any:
-        losses = StepLosses(self._loss_scale(), 1 if batch.joins else len(batch.parts), self._steps.microbatch_weights)
+        scale, weights = self._loss_scale(), self._steps.microbatch_weights
+        losses = StepLosses(scale, 1 if batch.joins else len(batch.parts), weights)
         with GradientsOfStep([p for p in self._module.parameters() if p.requires_grad]) as gradients:
             plan, count = self._cut.plan, len(batch.parts)
             actions = training_actions(plan.policy, plan.stages, count, self._rank, joins=batch.joins)
             output = self._cut_steps[TRAINING].execute(actions, batch, losses)
             self._steps.after_microbatches()
-        loss = gradients.attached_to(loss_in(output), scale=losses.scale)
+        loss = gradients.attached_to(loss_in(output), scale=scale)
         return {**output, "loss": loss} if isinstance(output, dict) else loss
 
     def _evaluate(self, name: str, batch: CutBatch) -> Any:

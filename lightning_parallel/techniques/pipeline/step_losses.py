@@ -15,6 +15,10 @@ from lightning_parallel.errors import check
 class MicrobatchWeights(Protocol):
     """A callback's weights of microbatches: the numbers of tokens over which their losses are means."""
 
+    @property
+    def unit(self) -> Tensor:
+        """The number of tokens that weighs 1, equal on all ranks: gradients are reduced over ranks as they are."""
+
     def counting(self, batch: Any) -> contextlib.AbstractContextManager[Callable[[], Tensor]]:
         """Count the tokens of a batch whose step runs inside the context; returns a function that returns them."""
 
@@ -61,8 +65,8 @@ class StepLosses:
         if self._weights is None:
             return loss * (self._scale / self._num_parts)
         count = self._counts[microbatch]
-        # In units of the first count, so that scaled losses stay in the range of half precision.
-        weight = (count / self._unit).to(loss.dtype)
+        # In units of about a batch, so that scaled losses stay in the range of half precision.
+        weight = (count / self._weights.unit).to(loss.dtype)
         return torch.where(count > 0, loss, 0.0) * weight * self._scale
 
     def reweighted(self, outputs: list[Any]) -> list[Any]:
@@ -72,33 +76,19 @@ class StepLosses:
         total = sum(self._counts.values(), torch.zeros(())).clamp(min=1.0)
         return [self._times(output, self._counts[n] * len(outputs) / total) for n, output in enumerate(outputs)]
 
-    def message(self) -> tuple[Tensor, Tensor] | None:
-        """Return what the other stages must know of the weights: the total and the unit."""
-        if self._weights is None:
-            return None
-        return sum(self._counts.values(), torch.zeros(())).cpu(), self._unit.cpu()
+    def message(self) -> Tensor | None:
+        """Return what the other stages must know of the weights: the number of tokens of the whole batch."""
+        return None if self._weights is None else sum(self._counts.values(), torch.zeros(())).cpu()
 
-    def follow(self, message: tuple[Tensor, Tensor] | None, device: torch.device) -> None:
+    def follow(self, message: Tensor | None, device: torch.device) -> None:
         """Take over `message` of the last stage, on every rank.
 
         Args:
-            message: The total and the unit.
+            message: The number of tokens.
             device: This rank's device.
         """
-        if self._weights is None or message is None:
-            return
-        total, unit = message
-        self._weights.take_total(total.to(device))
-        self._scale *= float(total / unit) or 1.0  # without any token, all gradients are zero
-
-    @property
-    def scale(self) -> float:
-        """The factor of the gradients, once all losses are known."""
-        return self._scale
-
-    @property
-    def _unit(self) -> Tensor:
-        return self._counts[min(self._counts)].clamp(min=1.0)
+        if self._weights is not None and message is not None:
+            self._weights.take_total(message.to(device))
 
     def _times(self, output: Any, weight: Tensor) -> Any:
         loss = loss_in(output)

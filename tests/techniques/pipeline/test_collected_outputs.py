@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -10,12 +11,15 @@ import torch
 from torch import Tensor
 
 from lightning_parallel import ConfigurationError
+from lightning_parallel.strategies import failures
 from tests.data import batches
 from tests.models.cases import LENGTH, Case
 from tests.models.hugging_face import HUGGING_FACE
 from tests.parity import TOLERANCE, Outcome, Recorder, once, trainer_for
+from tests.rank_pool import RankError
 
 NUM_LAYERS = 4
+ELSEWHERE = "that only another pipeline stage computes"
 
 
 class Collecting(Case):
@@ -68,12 +72,18 @@ def test_a_hidden_state_of_the_last_stage(ranks: Any) -> None:
 
 def refused(strategy: str, state: int) -> str:
     try:
-        collected(strategy, 2, state)
+        with mock.patch.object(failures, "GRACE", 1.0):
+            collected(strategy, 2, state)
     except ConfigurationError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize(("strategy", "state"), [("pp_custom", 1), ("pp_custom:loss=batch", -2)])
-def test_states_of_layers_elsewhere_are_refused(ranks: Any, strategy: str, state: int) -> None:
-    assert any("that only another pipeline stage computes" in words for words in ranks(2).run(refused, strategy, state))
+def test_states_of_layers_elsewhere_are_refused(ranks: Any) -> None:
+    assert all(ELSEWHERE in words for words in ranks(2).run(refused, "pp_custom", 1))
+
+
+def test_states_that_only_microbatches_have_are_refused(ranks: Any) -> None:
+    """The last stage finds out while the first one waits for its gradients, and ends that, too."""
+    with pytest.raises(RankError, match=ELSEWHERE):
+        ranks(2).run(refused, "pp_custom:loss=batch", -2)
