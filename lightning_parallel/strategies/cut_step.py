@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from lightning_parallel import _torch
 from lightning_parallel.errors import check
 from lightning_parallel.module.held_modules import held_modules
+from lightning_parallel.module.held_objects import HeldObjects
 from lightning_parallel.module.object_state import ObjectState
 from lightning_parallel.module.placeholders import name_sources, placeholders_in
 from lightning_parallel.ranks.random_streams import seed_generators, seed_of_part
@@ -231,6 +232,7 @@ def _without_trace(module: nn.Module, is_in_layer: Callable[[str], bool]) -> Ite
     outside = {path: child for path, child in held_modules(module).items() if not is_in_layer(f"{path}.")}
     states = [ObjectState(child, lambda name, _: name not in ("_parameters", "_modules")) for child in outside.values()]
     buffers = [buffer for child in outside.values() for buffer in child.buffers(recurse=False)]
+    objects = HeldObjects(outside.values())
     written = [(buffer, buffer._version, buffer.detach().clone()) for buffer in buffers]
     with contextlib.ExitStack() as stack:
         for child in outside.values():
@@ -241,6 +243,7 @@ def _without_trace(module: nn.Module, is_in_layer: Callable[[str], bool]) -> Ite
         finally:
             for state in states:
                 state.restore(keeps_new=True)  # such as Hugging Face's note that its hooks are there
+            objects.restore()
             # Only what was written: backward of what has read a buffer finds it as it was.
             with torch.no_grad():
                 for buffer, version, before in written:

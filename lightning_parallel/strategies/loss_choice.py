@@ -1,6 +1,6 @@
 """Choice between the whole batch and microbatches for what comes after a pipeline's stack, with ``loss="auto"``.
 
-Both are tried on the first microbatches, without gradients and without a trace on the module: the loss of all of them
+Both are tried on the microbatches, without gradients and without a trace on the module: the loss of all of them
 together, and the mean of their losses, for the hidden states that the stack returns and for others near them. Losses
 that agree at a random point agree elsewhere, unless they depend on what this batch does not have: so the trial is
 repeated in steps 4, 16, 64 and so on, and labels and masks of every batch are compared over its microbatches.
@@ -34,7 +34,7 @@ from lightning_parallel.techniques.pipeline.cut import CutStack
 from lightning_parallel.techniques.pipeline.execution import evaluation_actions
 from lightning_parallel.techniques.pipeline.joined import PartGradients, Passed
 from lightning_parallel.techniques.pipeline.layer_router import StepPart
-from lightning_parallel.techniques.pipeline.microbatches import cut_batch, has_uneven_entries
+from lightning_parallel.techniques.pipeline.microbatches import IGNORED, has_uneven_entries
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
 from lightning_parallel.techniques.pipeline.step_losses import MicrobatchWeights, loss_in
 from lightning_parallel.techniques.sharding import abandon_step
@@ -52,12 +52,14 @@ class Trial:
         whole: A loss of the whole batch; ``None`` where none was computed.
         mean: The mean over its microbatches.
         is_equal: Whether the two agree, at all points.
+        ignored: Labels that its losses leave out.
     """
 
     impossible: str = ""
     whole: float | None = None
     mean: float | None = None
     is_equal: bool = True
+    ignored: tuple[int, ...] = ()
 
 
 class LossChoice:
@@ -82,6 +84,7 @@ class LossChoice:
         self._module, self._cut, self._all_ranks, self._device, self._steps = module, cut, all_ranks, device, steps
         self._joins: dict[str, bool] = {}
         self._is_final: set[str] = set()
+        self._ignored = {IGNORED}
         self._num_steps = 0
 
     def joins(self, step: CutStep, batch: CutBatch, *, is_training: bool, draws_early: bool) -> bool:
@@ -94,32 +97,37 @@ class LossChoice:
             draws_early: Whether the step draws random numbers before the stack.
         """
         name, count = step.name, len(batch.parts)
-        if draws_early:
-            if name not in self._is_final and is_training:
-                rank_zero_info(_MICROBATCH + _DRAWS)
-            self._is_final.add(name)
         if name in self._is_final:
             return self._joins.get(name, False)
         self._num_steps += is_training
         is_mean = is_training and self._steps.microbatch_weights is None
-        uneven = is_mean and has_uneven_entries(batch.whole, batch.part_size * count, count)
-        (any_is_uneven, any_is_whole) = self._any(uneven, count == 1)
+        uneven = is_mean and has_uneven_entries(batch.whole, batch.part_size * count, count, self._ignored)
+        any_is_uneven, any_is_whole, any_draws = self._any(uneven, count == 1, draws_early)
+        if any_draws:
+            self._settle(name, joins=False)
+            rank_zero_info((_MICROBATCH if is_training else _EVALUATION.format(name)) + _DRAWS)
+            return False
         is_due = name not in self._joins or (is_training and math.log(self._num_steps, 4).is_integer())
         if is_due and not any_is_whole:
-            self._decide(name, self._all_trials(step, batch, is_training=is_training), is_training=is_training)
+            trials = self._all_trials(step, batch, is_training=is_training)
+            if news := {label for trial in trials for label in trial.ignored} - self._ignored:
+                self._ignored |= news
+                uneven = is_mean and has_uneven_entries(batch.whole, batch.part_size * count, count, news)
+                any_is_uneven = self._any(uneven or any_is_uneven)[0]
+            self._decide(name, trials, is_training=is_training, is_uneven=any_is_uneven)
         if any_is_uneven and name not in self._is_final:
             self._settle(name, joins=True)
             rank_zero_info(_BATCH.format("labels or masks of its microbatches have different numbers of entries"))
         return self._joins.get(name, False)
 
-    def _decide(self, name: str, trials: Sequence[Trial], *, is_training: bool) -> None:
+    def _decide(self, name: str, trials: Sequence[Trial], *, is_training: bool, is_uneven: bool) -> None:
         impossible = next((trial.impossible for trial in trials if trial.impossible), "")
         unequal = next((trial for trial in trials if not trial.is_equal), None)
         equal = next((trial for trial in trials if trial.whole is not None), None)
         if impossible:
             self._settle(name, joins=False)
-            if is_training:
-                rank_zero_info(f"{_MICROBATCH}, which is {_EXACT}; on the whole batch it cannot run: {impossible}")
+            way = _MICROBATCH if is_training else _EVALUATION.format(name)
+            rank_zero_info(f"{way}, which is {_EXACT}; on the whole batch it cannot run: {impossible}")
         elif not is_training:
             self._settle(name, joins=True)
         elif unequal is not None:
@@ -129,7 +137,7 @@ class LossChoice:
                 f"the mean over microbatches is {unequal.mean:.5g}, and the loss of all together {unequal.whole:.5g}"
             )
             rank_zero_info(_BATCH.format(reason) + (_LATE.format(self._num_steps // 4) if is_late else ""))
-        elif name not in self._joins:
+        elif name not in self._joins and not is_uneven:
             self._joins[name] = False
             numbers = f" ({equal.whole:.5g} = {equal.mean:.5g})" if equal is not None else ""
             rank_zero_info(f"{_MICROBATCH}, whose mean was the loss of all of them together{numbers}")
@@ -151,10 +159,7 @@ class LossChoice:
         return found
 
     def _try(self, step: CutStep, batch: CutBatch, *, is_training: bool) -> Trial:
-        """Run the rest of the step on the first microbatches, both ways. A collective of the pipeline."""
-        size, count = batch.part_size * len(batch.parts), len(batch.parts)
-        num = 2 if count % 2 == 0 else count
-        together = cut_batch(batch.whole, size, count // num)[0]
+        """Run the rest of the step on the microbatches, both ways. A collective of the pipeline."""
         trials: list[Trial] = []
 
         def forward(stage: int, microbatch: int, received: Passed | None) -> Passed:
@@ -167,10 +172,10 @@ class LossChoice:
             rest = _Rest(
                 self._module, step, batch, self._steps.microbatch_weights if is_training else None, has_loss=is_training
             )
-            trials.append(rest.compared(passed, together))
+            trials.append(rest.compared(passed))
             return []
 
-        actions = evaluation_actions(self._cut.plan.stages, num, self._cut.group.rank(), joins=True)
+        actions = evaluation_actions(self._cut.plan.stages, len(batch.parts), self._cut.group.rank(), joins=True)
         with unchanged_generators(self._device), unchanged(self._module), torch.no_grad():
             step.execution(forward, join).run(actions)
         self._steps.free_gathered()  # gradients of the step are kept by its parameters: those of the shards
@@ -190,50 +195,65 @@ class _Rest:
         has_loss: bool,
     ) -> None:
         self._module, self._step, self._batch, self._weights, self._has_loss = module, step, batch, weights, has_loss
+        self._ignored: set[int] = set()
 
-    def compared(self, passed: list[Passed], together: Any) -> Trial:
+    def compared(self, passed: list[Passed]) -> Trial:
         """Compare the loss of microbatches together with the mean of theirs."""
         try:
-            pairs = [self._losses(point, together) for point in (passed, [_moved(part) for part in passed])]
+            pairs = [self._losses(passed)]
         except Exception as error:  # also those of the user's code: the step itself goes on by microbatches
             abandon_step(self._module)
             return Trial((str(error).splitlines() or [type(error).__name__])[0])
+        try:
+            pairs.append(self._losses([_moved(part) for part in passed]))
+        except Exception:  # a loss may not be defined there, such as an entropy of no probability
+            abandon_step(self._module)
         finite = [pair for pair in pairs if pair and all(map(math.isfinite, pair))]
         if not finite:
-            return Trial(is_equal=True) if not pairs[0] else Trial(whole=pairs[0][0], mean=pairs[0][1], is_equal=False)
+            return Trial() if not pairs[0] else Trial(whole=pairs[0][0], mean=pairs[0][1], is_equal=False)
         tolerance = _tolerance(passed)
         unequal = [(whole, mean) for whole, mean, most in finite if abs(whole - mean) > tolerance * most]
         whole, mean = unequal[0] if unequal else finite[0][:2]
-        return Trial(whole=whole, mean=mean, is_equal=not unequal)
+        return Trial(whole=whole, mean=mean, is_equal=not unequal, ignored=tuple(sorted(self._ignored)))
 
-    def _losses(self, passed: list[Passed], together: Any) -> tuple[float, float, float] | tuple[()]:
-        whole, _ = self._loss(passed, together)
+    def _losses(self, passed: list[Passed]) -> tuple[float, float, float] | tuple[()]:
+        whole, _ = self._loss(passed, self._batch.whole)
         if not self._has_loss:
             return ()
-        each = [self._loss([one], part) for one, part in zip(passed, self._batch.parts, strict=False)]
+        each = [self._loss([one], part) for one, part in zip(passed, self._batch.parts, strict=True)]
         mean = sum(loss * count for loss, count in each if count) / (sum(count for _, count in each) or 1.0)
-        return whole, mean, max(abs(whole), *(abs(loss) for loss, count in each if count))
+        return whole, mean, max([abs(whole), *(abs(loss) for loss, count in each if count)])
 
     def _loss(self, passed: list[Passed], batch: Any) -> tuple[float, float]:
         """The loss, and its weight."""
         logs, metrics = StepLogs(self._module), StepMetrics(self._module)
         joined = self._step.joined(passed)
         counting = contextlib.nullcontext(lambda: 1.0) if self._weights is None else self._weights.counting(batch)
-        with counting as count, _NoDropout():
+        with counting as count, _Tried(self._ignored):
             output = self._step.run_rest(joined, self._batch.seed, logs.of(0), batch, self._batch.args)
             weight = float(count()) if self._has_loss else 1.0
         check(foreign_violations(output, logs, metrics, joins=True))
         return float(loss_in(output)) if self._has_loss else 0.0, weight
 
 
-class _NoDropout(TorchFunctionMode):
-    """Dropout does nothing: its masks on the whole batch are other ones than on microbatches."""
+class _Tried(TorchFunctionMode):
+    """Dropout does nothing: its masks on the whole batch are other ones than on microbatches. Labels are noted.
+
+    Args:
+        ignored: Takes the labels that losses leave out.
+    """
+
+    def __init__(self, ignored: set[int]) -> None:
+        super().__init__()
+        self._ignored = ignored
 
     @_torch.modes.part_of_graphs_only
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.dropout:
             return args[0] if args else kwargs["input"]
+        if func in (F.cross_entropy, F.nll_loss):
+            self._ignored.add(kwargs.get("ignore_index", args[4] if len(args) > 4 else IGNORED))
         return func(*args, **kwargs)
 
 
@@ -258,6 +278,7 @@ def _tolerance(passed: list[Passed]) -> float:
 
 _EXACT = "exact for means of equally weighted samples"
 _MICROBATCH = "loss='auto': what comes after the stack runs for each microbatch"
+_EVALUATION = "loss='auto': what comes after the stack runs for each microbatch in {}"
 _BATCH = "loss='auto': what comes after the stack runs once on the whole batch, with the memory of gpipe: {}"
 _LATE = ". In step {} they still agreed; since then, losses may have been means over microbatches"
 _DRAWS = (

@@ -162,7 +162,7 @@ class PipelinedModule:
     def _misplaced(self, name: str, part: Any, args: Any) -> Positions | None:
         """Where parameters are used, unless each stage has what it uses already."""
         is_first = len(self._looked_at) == 1
-        router, draws = self._cut.router, EarlyDraws(self._cut.router)
+        router, draws = self._cut.router, EarlyDraws(self._cut.router, self._module)
         with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention(), draws:
             traced = trace_positions(self._module, router, name, lambda: self._traced_step(name, part, args))
         if draws.found:

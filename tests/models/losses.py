@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -61,6 +62,102 @@ class Labelled(Deep):
         return F.cross_entropy(self(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
+class OtherLabel(Labelled):
+    """Leaves out a label of its own."""
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self(tokens).flatten(0, 1), labels.flatten(), ignore_index=-1)
+
+
+def second_half(num_samples: int) -> TensorDataset:
+    """Labels of which -1 do not count, in the second half of each batch of 8, as many in two parts of it."""
+    tokens, labels = late(num_samples).tensors
+    labels = labels.clamp(min=0)
+    for sample in range(num_samples):
+        if sample % 8 >= 4:
+            labels[sample, 9 - sample % 2 :] = -1
+    return TensorDataset(tokens, labels)
+
+
+class OwnMean(Deep):
+    """Divides by a mean of squares that a mask of floats leaves in."""
+
+    def loss(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        losses = F.cross_entropy(self(tokens).transpose(1, 2), tokens.roll(-1, 1), reduction="none")
+        return (losses * mask).sum() / mask.sum()
+
+
+def masked_later(num_samples: int) -> TensorDataset:
+    """Masks that are ones at first."""
+    tokens, _ = late(num_samples).tensors
+    mask = torch.ones(tokens.shape)
+    mask[num_samples // 2 :: 4, 3:] = 0
+    return TensorDataset(tokens, mask)
+
+
+class RunningMean:
+    """State in an object that torch knows nothing of."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def __call__(self, value: float) -> float:
+        self.value = 0.5 * self.value + 0.5 * value
+        return self.value
+
+
+class Tracked(Deep):
+    """A sum, divided by a running mean of the hidden states, into which it has written."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.running = RunningMean()
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        hidden = self.model.tokens(tokens) + self.model.positions.weight
+        for block in self.model.blocks:
+            hidden = block(hidden)
+        hidden += 0.5
+        logits = self.model.head(self.model.norm(hidden))
+        return next_token_loss(logits, tokens) * len(tokens) / self.running(float(hidden.detach().pow(2).mean()))
+
+
+class OwnGenerator(Deep):
+    """Adds a number of its own generator to the tokens."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.generator = np.random.default_rng(0)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        tokens = (tokens + int(self.generator.integers(1, VOCABULARY))) % VOCABULARY
+        return next_token_loss(self(tokens), tokens)
+
+
+class Entropy(Deep):
+    """A sum that is defined for hidden states between zero and one only."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.model.blocks = nn.ModuleList(map(Bounded, self.model.blocks))
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        hidden = self.model.tokens(tokens) + self.model.positions.weight
+        for block in self.model.blocks:
+            hidden = block(hidden)
+        wanted = F.one_hot(tokens % hidden.shape[-1], hidden.shape[-1]).float()
+        return F.binary_cross_entropy(hidden, wanted, reduction="sum") / 100
+
+
+class Bounded(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.sigmoid(self.block(hidden))
+
+
 def late(num_samples: int) -> TensorDataset:
     """Tokens and labels, of which all count at first; later some do not, in every fourth sample."""
     generator = torch.Generator().manual_seed(0)
@@ -79,4 +176,14 @@ class Masked(Deep):
         return F.cross_entropy(self(tokens.masked_fill(is_masked, 0)).flatten(0, 1), labels.flatten())
 
 
+OTHERS: dict[str, Any] = {
+    "late": (Labelled, late),
+    "other label": (OtherLabel, second_half),
+    "own mean": (OwnMean, masked_later),
+    "tracked": (Tracked, None),
+    "entropy": (Entropy, None),
+    "masked": (Masked, None),
+    "own generator": (OwnGenerator, None),
+}
+"""Modules, and their data, where it is not the usual tokens."""
 LOSSES: dict[str, type[Case]] = {"mean": Mean, "sum": Sum, "ignored": Ignored, "contrast": Contrast}

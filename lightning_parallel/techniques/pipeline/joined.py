@@ -20,8 +20,9 @@ PartGradients = list[tuple[Tensor | None, ...]]
 class JoinedOutputs:
     """The outputs of the last stage for all microbatches, joined as they are asked for.
 
-    Joined tensors are new leaves of the graph: backward through the rest of the step ends at them. What has no
-    dimension of samples, such as a sum over them, stays a placeholder, which nothing can read.
+    They are joined from new leaves of the graph, at which backward through the rest of the step ends; the step may
+    write into what is joined. What has no dimension of samples, such as a sum over them, stays a placeholder, which
+    nothing can read.
 
     Args:
         parts: For each microbatch, the tensors that the last layer returned, then side inputs of the stage.
@@ -31,7 +32,7 @@ class JoinedOutputs:
     def __init__(self, parts: Sequence[Passed], num_side_inputs: int = 0) -> None:
         self._parts = parts
         self._first_side_input = len(parts[0]) - num_side_inputs
-        self._joined: dict[int, tuple[Tensor, int]] = {}
+        self._joined: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     def in_place_of(self, result: Any, path: str) -> Any:
         """Return what the last layer would return for the whole batch.
@@ -58,13 +59,11 @@ class JoinedOutputs:
         return [self._join(start + number, like) for number, like in enumerate(placeholders)]
 
     def gradients(self) -> PartGradients:
-        """Cut the gradients of the joined tensors into those of the microbatches, once backward has run."""
-        count = len(self._parts)
+        """Return the gradients of what was joined, for each microbatch, once backward has run."""
         found: list[list[Tensor | None]] = [[None] * len(part) for part in self._parts]
-        for number, (tensor, dim) in self._joined.items():
-            if tensor.grad is not None:
-                for own, piece in zip(found, tensor.grad.chunk(count, dim), strict=True):
-                    own[number] = piece
+        for number, (_, leaves) in self._joined.items():
+            for own, leaf in zip(found, leaves, strict=True):
+                own[number] = leaf.grad
         return [tuple(own) for own in found]
 
     def _join(self, number: int, like: Tensor) -> Tensor:
@@ -74,9 +73,9 @@ class JoinedOutputs:
             dim = _batch_dim(pieces, like.shape)
             if dim is None:
                 return like
-            tensor = torch.cat([piece.detach() for piece in pieces], dim)
-            tensor.requires_grad_(any(piece.requires_grad for piece in pieces) and torch.is_grad_enabled())
-            self._joined[number] = tensor, dim
+            has_graph = any(piece.requires_grad for piece in pieces) and torch.is_grad_enabled()
+            leaves = [piece.detach().requires_grad_(has_graph) for piece in pieces]
+            self._joined[number] = torch.cat(leaves, dim), leaves
         return self._joined[number][0]
 
 

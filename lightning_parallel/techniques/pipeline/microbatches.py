@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
-_IGNORED = -100
+IGNORED = -100
 """The label that no loss counts, unless it is told another one."""
 
 
@@ -102,23 +102,26 @@ def cut_batch(batch: Any, batch_size: int, count: int) -> list[Any]:
     return [cut(batch, index) for index in range(count)]
 
 
-def has_uneven_entries(batch: Any, batch_size: int, count: int) -> bool:
-    """Whether entries that count differ from microbatch to microbatch: labels other than -100, or those of a mask.
+def has_uneven_entries(batch: Any, batch_size: int, count: int, ignored: Iterable[int] = (IGNORED,)) -> bool:
+    """Whether entries that count differ from microbatch to microbatch: labels that are not ignored, or those of a mask.
 
     They are compared place by place within a sample, because a loss may leave out the first or the last one. A mask
-    is a tensor of booleans, or of zeros and ones with two dimensions or more.
+    is a tensor of booleans, or of zeros and ones with two dimensions or more, of any dtype.
 
     Args:
         batch: Nested containers with tensors `[batch_size, ...]`.
         batch_size: The number of samples.
         count: The number of microbatches.
+        ignored: Labels that losses leave out.
     """
     found: list[Tensor] = []
 
     def look(tensor: Tensor) -> None:
-        if not tensor.ndim or tensor.shape[0] != batch_size or tensor.is_floating_point() or tensor.is_complex():
+        if not tensor.ndim or tensor.shape[0] != batch_size or tensor.is_complex():
             return
-        kept = [tensor] if tensor.dtype == torch.bool else [tensor != _IGNORED]
+        kept = [tensor] if tensor.dtype == torch.bool else []
+        if not kept and not tensor.is_floating_point():
+            kept = [tensor != label for label in ignored]
         if tensor.dtype != torch.bool and tensor.ndim > 1:
             kept.append((tensor != 0) & ((tensor == 0) | (tensor == 1)).all())
         for counted in kept:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_parallel.module.held_modules import held_modules
+from lightning_parallel.module.held_objects import HeldObjects
 from lightning_parallel.module.hidden_states import hidden_in, with_hidden
 from lightning_parallel.module.kv_cache import is_cache
 from lightning_parallel.module.object_state import CONTAINERS, Numbers, ObjectState
@@ -86,9 +87,11 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     values = [value for state in states for value in state.attributes.before.values()]
     tensors = [value for value in (*values, *module.buffers()) if isinstance(value, Tensor)]
     numbers = Numbers(t for t in dict.fromkeys(tensors) if not t.is_meta and not isinstance(t, DTensor))
+    objects = HeldObjects(children)
     try:
         yield
     finally:
+        objects.restore()
         for state in states:
             state.restore()
         numbers.restore()

@@ -11,14 +11,15 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import ConfigurationError
 from tests.data import batches
-from tests.models.losses import LOSSES, Labelled, Masked, late
+from tests.models.losses import LOSSES, OTHERS
 from tests.parity import TOLERANCE, Outcome, is_moving, once, train_module, worst
 
 
 def fitted(case: str, strategy: str, num_ranks: int, readers: int, **kwargs: Any) -> Outcome:
     """Five steps with a loss of `tests.models.losses`."""
-    make = functools.partial({**LOSSES, "late": Labelled, "masked": Masked}[case], "adamw")
-    loader = DataLoader(late(40), batch_size=8 // readers) if case == "late" else batches("byte_gpt", readers)
+    kind, data = OTHERS.get(case) or (LOSSES[case], None)
+    make = functools.partial(kind, "adamw")
+    loader = DataLoader(data(40), batch_size=8 // readers) if data else batches("byte_gpt", readers)
     return train_module(make, loader, strategy, num_ranks, **kwargs)
 
 
@@ -100,6 +101,15 @@ def test_auto_is_exact_and_says_so(ranks: Any, case: str, schedule: str) -> None
         assert words.count("loss='auto'") == 1
 
 
+@pytest.mark.parametrize("case", ["other label", "own mean", "tracked", "entropy"])
+def test_auto_is_exact_where_it_is_hard_to_see(ranks: Any, case: str) -> None:
+    ours, words = ranks(2).run(said, case, "pp_custom", 2, 1)[0]
+    assert worst(ours, expected(case)) < TOLERANCE
+    assert "once on the whole batch" in words
+    ours = ranks(2).run(fitted, case, "pp_custom:loss=batch", 2, 1)[0]
+    assert worst(ours, expected(case)) < TOLERANCE
+
+
 @pytest.mark.parametrize("case", ["mean", "ignored"])
 def test_auto_in_bf16(ranks: Any, case: str) -> None:
     ours, words = ranks(2).run(said, case, "pp_custom", 2, 1, precision="bf16-mixed")[0]
@@ -116,16 +126,17 @@ def test_ranks_that_read_other_samples_choose_alike(ranks: Any) -> None:
     assert "different numbers of entries" in words
 
 
-def drawn(strategy: str) -> str:
+def drawn(strategy: str, case: str) -> str:
     try:
-        return said("masked", strategy, 2, 1)[1]
+        return said(case, strategy, 2, 1)[1]
     except ConfigurationError as error:
         return str(error)
 
 
-def test_numbers_drawn_before_the_stack(ranks: Any) -> None:
+@pytest.mark.parametrize("case", ["masked", "own generator"])
+def test_numbers_drawn_before_the_stack(ranks: Any, case: str) -> None:
     """A mask of the batch decides about inputs and labels: drawn again for the whole batch, it would be another."""
-    assert "draws random numbers before the stack" in ranks(2).run(drawn, "pp_custom")[0]
-    words = ranks(2).run(drawn, "pp_custom:loss=batch")[0]
+    assert "draws random numbers before the stack" in ranks(2).run(drawn, "pp_custom", case)[0]
+    words = ranks(2).run(drawn, "pp_custom:loss=batch", case)[0]
     assert "draw them in the data loader" in words
     assert "loss='microbatch'" in words

@@ -1,0 +1,86 @@
+"""Objects of user's classes and generators of random numbers that modules hold: a trial changes them, too."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.module.object_state import Numbers, ObjectState
+
+_FRAMEWORKS = ("lightning", "lightning_parallel", "pytorch_lightning", "torch", "torchmetrics", "transformers")
+_BUILT_IN = ("builtins", "functools", "types", "typing", "threading", "logging", "pathlib", "collections", "numpy")
+_NO_STATE = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
+
+
+class HeldObjects:
+    """What objects among the attributes of modules hold at the moment, to be put back.
+
+    A running mean in a class of the user's is one, a generator of numpy's another. Only attributes of the modules
+    themselves are looked at, and entries of lists and dicts among them.
+
+    Args:
+        modules: The modules.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        held = {id(value): value for module in modules for value in _values(module)}
+        self._states = [ObjectState(value) for value in held.values() if _has_state(value)]
+        self._generators = [generator for value in held.values() if (generator := _generator(value)) is not None]
+        self._before = [(put_back, state()) for state, put_back in self._generators]
+        tensors = [value for each in self._states for value in each.attributes.before.values()]
+        self._numbers = Numbers(t for t in tensors if isinstance(t, Tensor) and not t.is_meta)
+
+    def restore(self) -> None:
+        """Put everything back, as often as needed."""
+        for state in self._states:
+            state.restore()
+        self._numbers.restore()
+        for put_back, before in self._before:
+            put_back(before)
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether a generator is in another state than before."""
+        now = [state() for state, _ in self._generators]
+        return any(_comparable(a) != _comparable(b) for a, (_, b) in zip(now, self._before, strict=True))
+
+
+def _values(module: nn.Module) -> Iterator[Any]:
+    for value in vars(module).values():
+        if type(value) in (list, tuple):
+            yield from value
+        elif type(value) is dict:
+            yield from value.values()
+        else:
+            yield value
+
+
+def _has_state(value: Any) -> bool:
+    if isinstance(value, _NO_STATE) or not hasattr(value, "__dict__"):
+        return False
+    return type(value).__module__.partition(".")[0] not in (*_FRAMEWORKS, *_BUILT_IN)
+
+
+def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """How to read and to write the state of a generator of random numbers; ``None`` for anything else."""
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    if isinstance(value, np.random.RandomState):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    return None
+
+
+def _comparable(state: Any) -> bytes:
+    return pickle.dumps(state.tolist() if isinstance(state, Tensor) else state)
