@@ -72,7 +72,9 @@ class CutStep:
     def __init__(
         self, name: str, module: LightningModule, cut: CutStack, steps: PipelinedSteps, device: torch.device
     ) -> None:
-        self.step = refusing_meetings(getattr(module, name), lambda: module.trainer.strategy)
+        self.own: Callable[..., Any] = getattr(module, name)
+        """The module's own method."""
+        self.step = refusing_meetings(self.own, lambda: module.trainer.strategy)
         self.name, self._module, self._cut, self._steps, self._device = name, module, cut, steps, device
         self._last = cut.plan.stages.last
         self._last_rank = cut.plan.stages.rank_of(self._last)

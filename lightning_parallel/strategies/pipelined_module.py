@@ -89,8 +89,8 @@ class PipelinedModule:
             cut_step = CutStep(name, self._module, self._cut, self._steps, self._device)
             gather_while_running(cut_step, "run", self._module)
             self._cut_steps[name] = cut_step
-            # Lightning looks at the signature to decide what to pass.
-            run = functools.update_wrapper(functools.partial(self.run, name), cut_step.step)
+            # Lightning looks at the signature to decide what to pass, below one wrapper.
+            run = functools.update_wrapper(functools.partial(self.run, name), cut_step.own)
             self._module.__dict__[name] = run
 
     def detach(self) -> set[str]:

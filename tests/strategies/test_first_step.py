@@ -92,8 +92,8 @@ def test_hooks_run_on_the_copy_and_leave_nothing(ranks: Any, name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "strategy", "words"),
     [
-        (SumOfSamples, "pp_custom", "the loss is"),
-        (UnevenLabels, "pp_custom", "the loss is"),
+        (SumOfSamples, "pp_custom:loss=microbatch", "the loss is"),
+        (UnevenLabels, "pp_custom:loss=microbatch", "the loss is"),
     ],
 )
 def test_a_loss_that_is_another_one_ends_the_fit(ranks: Any, make: Any, strategy: str, words: str) -> None:
