@@ -20,7 +20,7 @@ _NO_STATE = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
 
 
 class HeldObjects:
-    """What objects among the attributes of modules hold at the moment, to be put back.
+    """The state of objects among the attributes of modules, to be put back.
 
     A running mean in a class of the user's is one, a generator of numpy's another. Only attributes of the modules
     themselves are looked at, and entries of lists and dicts among them.
@@ -69,7 +69,7 @@ def _has_state(value: Any) -> bool:
 
 
 def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """How to read and to write the state of a generator of random numbers; ``None`` for anything else."""
+    """Functions that read and write the state of a generator of random numbers; ``None`` for anything else."""
     if isinstance(value, np.random.Generator):
         bits = value.bit_generator
         return lambda: bits.state, lambda state: setattr(bits, "state", state)

@@ -111,9 +111,6 @@ class MeshStrategy(ProcessGroupStrategy):
         timeout: timedelta | float = default_pg_timeout,
         check: str = "off",
     ) -> None:
-        cut = PipelinePolicy(
-            schedule=schedule, microbatches=microbatches, stages=stages, virtual_stages=virtual_stages, loss=loss
-        )
         policies = Policies(
             layer=LayerPolicies(layers=layers, float8=float8, recompute=recompute, compile=compile),
             forward_methods=(forward_methods,) if isinstance(forward_methods, str) else tuple(forward_methods),
@@ -123,7 +120,9 @@ class MeshStrategy(ProcessGroupStrategy):
             tensor_plan=tensor_plan,
             sequence=sequence,
             context_attention=context_attention,
-            pipeline=cut,
+            pipeline=PipelinePolicy(
+                schedule=schedule, microbatches=microbatches, stages=stages, virtual_stages=virtual_stages, loss=loss
+            ),
             accumulation_sync=accumulation_sync,
             optimizer_in_backward=optimizer_in_backward,
         )
