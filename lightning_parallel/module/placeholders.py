@@ -94,7 +94,7 @@ class Placeholder(Tensor):
         if name in _READING:
             raise PlaceholderReadError([_read(name.replace("_local_scalar_dense", "item"), sources, held_by)])
         # Writing a placeholder into a real tensor would leave memory that nobody filled.
-        if func._schema.is_mutable and _has_real(args[0]) and name.endswith("_"):
+        if func._schema.is_mutable and _has_real(args[0] if name.endswith("_") else _outs_of(func, kwargs)):
             raise PlaceholderReadError([_written(sources, held_by)])
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
@@ -279,6 +279,11 @@ def _unknown(name: str, sources: frozenset[str], error: Exception) -> str:
         f"{', '.join(sorted(sources)[:4]) or 'other layers'}): {reason}. If the model has another implementation of "
         "this operation, choose it, or give pipeline=1"
     )
+
+
+def _outs_of(func: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors that an operation is given for its results, as in ``torch.mul(x, 2, out=y)``."""
+    return [kwargs.get(argument.name) for argument in func._schema.arguments if argument.is_out]
 
 
 def _has_real(target: Any) -> bool:
