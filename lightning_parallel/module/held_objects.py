@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from lightning_parallel.module.object_state import Numbers, ObjectState
 
 _FRAMEWORKS = ("lightning", "lightning_parallel", "pytorch_lightning", "torch", "torchmetrics", "transformers")
-_BUILT_IN = ("builtins", "functools", "types", "typing", "threading", "logging", "pathlib", "collections", "numpy")
+_OTHERS = ("aim", "clearml", "comet_ml", "mlflow", "neptune", "numpy", "rich", "tensorboard", "tqdm", "wandb")
+"""Libraries whose objects keep no state for a step; loggers' threads write into theirs meanwhile."""
 _NO_STATE = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
 
 
@@ -65,7 +67,8 @@ def _values(module: nn.Module) -> Iterator[Any]:
 def _has_state(value: Any) -> bool:
     if isinstance(value, _NO_STATE) or not hasattr(value, "__dict__"):
         return False
-    return type(value).__module__.partition(".")[0] not in (*_FRAMEWORKS, *_BUILT_IN)
+    library = type(value).__module__.partition(".")[0]
+    return library not in (*_FRAMEWORKS, *_OTHERS) and library not in sys.stdlib_module_names
 
 
 def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
