@@ -176,7 +176,9 @@ class LossChoice:
             return []
 
         actions = evaluation_actions(self._cut.plan.stages, len(batch.parts), self._cut.group.rank(), joins=True)
-        with unchanged_generators(self._device), unchanged(self._module), torch.no_grad():
+        # A compiler would make graphs without gradients, which training never uses, and which count to its limit.
+        as_written = torch.compiler.set_stance("force_eager")
+        with as_written, unchanged_generators(self._device), unchanged(self._module), torch.no_grad():
             step.execution(forward, join).run(actions)
         self._steps.free_gathered()  # gradients of the step are kept by its parameters: those of the shards
         return trials[0] if trials else Trial()
