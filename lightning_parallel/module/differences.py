@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_parallel.ranks.dtensors import local_of
-
 _VALUES, _GRADIENTS = 0.3, 6.0
 """Tolerances in units of the square root of the dtype's precision. In fp32 that is 1e-4 for a loss, where two orders of
 summation differ by about 1e-7 in one step, and 2e-3 for the gradient of a parameter, through many layers of it."""
@@ -55,8 +53,7 @@ def value_difference(ours: object, expected: object) -> float:
     """
     if ours is None or expected is None:
         return 0.0 if ours is expected else math.inf
-    # A DTensor that was logged is whole: cloning it has added its parts up, as Lightning does.
-    first, second = (local_of(torch.as_tensor(each)).detach().double().cpu() for each in (ours, expected))
+    first, second = (torch.as_tensor(each).detach().double().cpu() for each in (ours, expected))
     return _distance(first, second, float(second.norm()))
 
 

@@ -13,7 +13,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_parallel.module.differences import Tolerance, first_of, gradient_differences, value_difference
-from lightning_parallel.ranks.dtensors import local_of
 from lightning_parallel.strategies.plain_step import PlainSteps, StepValues
 
 
@@ -131,5 +130,5 @@ class ComparedWindow:
 def _number(value: Any) -> str:
     if value is None:
         return "nothing"
-    tensor = local_of(torch.as_tensor(value)).detach()
+    tensor = torch.as_tensor(value).detach()
     return f"{float(tensor):.6g}" if tensor.numel() == 1 else f"a tensor of shape {list(tensor.shape)}"

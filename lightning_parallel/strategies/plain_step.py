@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from lightning_parallel import _torch
 from lightning_parallel.module.object_state import CONTAINERS, ObjectState
+from lightning_parallel.ranks.dtensors import full_of
 from lightning_parallel.ranks.random_streams import RandomState, unchanged_generators
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class StepValues:
     def take_loss(self, output: Any) -> None:
         """Note the loss in the `output` of a training step."""
         loss = output.get("loss") if isinstance(output, dict) else output
-        self.loss = loss.detach().clone() if isinstance(loss, Tensor) else None
+        self.loss = full_of(loss).detach().clone() if isinstance(loss, Tensor) else None
 
     @contextlib.contextmanager
     def of(self, module: LightningModule, *, passes_on: bool) -> Iterator[None]:
@@ -57,9 +58,9 @@ class StepValues:
 
         def noted(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             times = sum(1 for known, _ in self.logged if known == name)
-            self.logged[name, times] = value.detach().clone() if isinstance(value, Tensor) else value
-            if passes_on:
+            if passes_on:  # first: it refuses what only some ranks log, for which the next line would wait
                 log(name, value, *args, **kwargs)
+            self.logged[name, times] = full_of(value).detach().clone() if isinstance(value, Tensor) else value
 
         vars(module)["log"] = noted
         try:
