@@ -53,6 +53,7 @@ def test_with_tensor_and_context(ranks: Any, name: str) -> None:
 
 
 def compiled(strategy: str) -> Outcome:
+    torch.compiler.reset()  # graphs of earlier tests in this process count to the limit
     # Under tensor, each layer is compiled for itself.
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit="tp_custom" not in strategy):
         return trained("twelve", f"{strategy}:compile=layers", 2)
