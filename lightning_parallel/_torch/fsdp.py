@@ -45,8 +45,8 @@ def drop_forward_hooks(unit: nn.Module) -> None:
     state._post_forward_hook_handle.remove()
 
 
-def abandon_step(unit: nn.Module) -> None:
-    """Bring a unit whose step ended in an error back to its shards, and drop its unreduced gradients.
+def leave_forward(unit: nn.Module) -> None:
+    """Bring a unit whose forward ended in an error, or is followed by no backward, back to its shards.
 
     `FSDPModule.reset_iter_state` (public) does so since 2.13, but only from a root, and since 2.15 it drops reduced
     gradients, too; `FSDPState._training_state` and `_state_ctx`, since 2.4, serve all versions and units.
@@ -59,8 +59,15 @@ def abandon_step(unit: nn.Module) -> None:
         context.iter_forward_root = None
         for group in _parameter_groups(unit):
             group._post_forward_indices.clear()
-            _drop_held(group, group.fsdp_params)
         unit.reshard()
+
+
+def abandon_step(unit: nn.Module) -> None:
+    """Bring a unit whose step ended in an error back to its shards, and drop its unreduced gradients."""
+    leave_forward(unit)
+    if isinstance(unit, FSDPModule):
+        for group in _parameter_groups(unit):
+            _drop_held(group, group.fsdp_params)
 
 
 def drop_held_gradients(unit: nn.Module, parameters: Collection[Tensor]) -> None:

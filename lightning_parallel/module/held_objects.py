@@ -13,19 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.module.object_state import Numbers, ObjectState
+from lightning_parallel.module.object_state import CONTAINERS, Numbers, ObjectState
 
 _FRAMEWORKS = ("lightning", "lightning_parallel", "pytorch_lightning", "torch", "torchmetrics", "transformers")
 _OTHERS = ("aim", "clearml", "comet_ml", "mlflow", "neptune", "numpy", "rich", "tensorboard", "tqdm", "wandb")
 """Libraries whose objects keep no state for a step; loggers' threads write into theirs meanwhile."""
 _NO_STATE = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
+_MOST = 1 << 16
+"""Entries of a container, or elements of a tensor, that are state of a step; more of them are data."""
 
 
 class HeldObjects:
     """The state of objects among the attributes of modules, to be put back.
 
     A running mean in a class of the user's is one, a generator of numpy's another. Only attributes of the modules
-    themselves are looked at, and entries of lists and dicts among them.
+    themselves are looked at, and entries of lists and dicts among them. Classes that are derived from a framework's,
+    such as datasets, and what is too large for the state of a step, are left alone.
 
     Args:
         modules: The modules.
@@ -33,7 +36,7 @@ class HeldObjects:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         held = {id(value): value for module in modules for value in _values(module)}
-        self._states = [ObjectState(value) for value in held.values() if _has_state(value)]
+        self._states = [ObjectState(value, _is_small) for value in held.values() if _has_state(value)]
         self._generators = [generator for value in held.values() if (generator := _generator(value)) is not None]
         self._before = [(put_back, state()) for state, put_back in self._generators]
         tensors = [value for each in self._states for value in each.attributes.before.values()]
@@ -67,8 +70,13 @@ def _values(module: nn.Module) -> Iterator[Any]:
 def _has_state(value: Any) -> bool:
     if isinstance(value, _NO_STATE) or not hasattr(value, "__dict__"):
         return False
-    library = type(value).__module__.partition(".")[0]
-    return library not in (*_FRAMEWORKS, *_OTHERS) and library not in sys.stdlib_module_names
+    libraries = {cls.__module__.partition(".")[0] for cls in type(value).__mro__ if cls is not object}
+    return libraries.isdisjoint((*_FRAMEWORKS, *_OTHERS)) and libraries.isdisjoint(sys.stdlib_module_names)
+
+
+def _is_small(_: str, value: Any) -> bool:
+    size = value.numel() if isinstance(value, Tensor) else len(value) if type(value) in CONTAINERS else 0
+    return size <= _MOST
 
 
 def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:

@@ -147,6 +147,10 @@ class Placeholder(Tensor):
         """Refused: no gradient comes here."""
         self.refuse("register_hook")
 
+    def retain_grad(self) -> None:
+        """Refused: no gradient comes here, and where one comes, it is that of a microbatch."""
+        self.refuse("retain_grad")
+
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """The gradient, a placeholder too, where a hook of the user asks; optimizers and the like find none.

@@ -37,7 +37,7 @@ from lightning_parallel.techniques.pipeline.layer_router import StepPart
 from lightning_parallel.techniques.pipeline.microbatches import IGNORED, has_uneven_entries
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
 from lightning_parallel.techniques.pipeline.step_losses import MicrobatchWeights, loss_in
-from lightning_parallel.techniques.sharding import abandon_step
+from lightning_parallel.techniques.sharding import leave_forward
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -94,7 +94,7 @@ class LossChoice:
             step: The step method.
             batch: The batch.
             is_training: Whether backward follows.
-            draws_early: Whether the step draws random numbers before the stack.
+            draws_early: Whether the step draws random numbers before the stack, on any rank.
         """
         name, count = step.name, len(batch.parts)
         if name in self._is_final:
@@ -102,11 +102,11 @@ class LossChoice:
         self._num_steps += is_training
         is_mean = is_training and self._steps.microbatch_weights is None
         uneven = is_mean and has_uneven_entries(batch.whole, batch.part_size * count, count, self._ignored)
-        any_is_uneven, any_is_whole, any_draws = self._any(uneven, count == 1, draws_early)
-        if any_draws:
+        if draws_early:
             self._settle(name, joins=False)
             rank_zero_info((_MICROBATCH if is_training else _EVALUATION.format(name)) + _DRAWS)
             return False
+        any_is_uneven, any_is_whole = self._any(uneven, count == 1)
         is_due = name not in self._joins or (is_training and math.log(self._num_steps, 4).is_integer())
         if is_due and not any_is_whole:
             trials = self._all_trials(step, batch, is_training=is_training)
@@ -201,28 +201,38 @@ class _Rest:
 
     def compared(self, passed: list[Passed]) -> Trial:
         """Compare the loss of microbatches together with the mean of theirs."""
-        try:
-            pairs = [self._losses(passed)]
-        except Exception as error:  # also those of the user's code: the step itself goes on by microbatches
-            abandon_step(self._module)
-            return Trial((str(error).splitlines() or [type(error).__name__])[0])
-        try:
-            pairs.append(self._losses([_moved(part) for part in passed]))
-        except Exception:  # a loss may not be defined there, such as an entropy of no probability
-            abandon_step(self._module)
+        own, other = self._losses(passed), self._losses([_moved(part) for part in passed])
+        if isinstance(own, Exception):
+            return Trial((str(own).splitlines() or [type(own).__name__])[0])
+        # A loss may not be defined at the other point, such as an entropy of no probability.
+        pairs = [own] if isinstance(other, Exception) else [own, other]
         finite = [pair for pair in pairs if pair and all(map(math.isfinite, pair))]
         if not finite:
-            return Trial() if not pairs[0] else Trial(whole=pairs[0][0], mean=pairs[0][1], is_equal=False)
+            return Trial() if not own else Trial(whole=own[0], mean=own[1], is_equal=False)
         tolerance = _tolerance(passed)
         unequal = [(whole, mean) for whole, mean, most in finite if abs(whole - mean) > tolerance * most]
         whole, mean = unequal[0] if unequal else finite[0][:2]
         return Trial(whole=whole, mean=mean, is_equal=not unequal, ignored=tuple(sorted(self._ignored)))
 
-    def _losses(self, passed: list[Passed]) -> tuple[float, float, float] | tuple[()]:
-        whole, _ = self._loss(passed, self._batch.whole)
+    def _losses(self, passed: list[Passed]) -> tuple[float, float, float] | tuple[()] | Exception:
+        """The loss of all microbatches, the mean of theirs, and the largest; or the first error."""
+        points = [(passed, self._batch.whole)]
+        if self._has_loss:
+            points += [([one], part) for one, part in zip(passed, self._batch.parts, strict=True)]
+        found: list[tuple[float, float]] = []
+        failed: Exception | None = None
+        for point in points:
+            try:
+                found.append(self._loss(*point))
+            except Exception as error:  # also one of the user's code: the step itself goes on by microbatches
+                failed = failed or error
+            # Each loss gathers parameters together with ranks on whose samples none raises, or another one.
+            leave_forward(self._module)
+        if failed is not None:
+            return failed
+        (whole, _), *each = found
         if not self._has_loss:
             return ()
-        each = [self._loss([one], part) for one, part in zip(passed, self._batch.parts, strict=True)]
         mean = sum(loss * count for loss, count in each if count) / (sum(count for _, count in each) or 1.0)
         return whole, mean, max([abs(whole), *(abs(loss) for loss, count in each if count)])
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 
 from lightning_parallel import _torch
@@ -165,7 +166,10 @@ class PipelinedModule:
         router, draws = self._cut.router, EarlyDraws(self._cut.router, self._module)
         with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention(), draws:
             traced = trace_positions(self._module, router, name, lambda: self._traced_step(name, part, args))
-        if draws.found:
+        # On one rank that reads, perhaps, by its samples: all of them choose alike.
+        found = torch.tensor(draws.found, dtype=torch.uint8)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._all_ranks)
+        if found:
             self._looked_at.add(_DRAWS.format(name))
         plan = self._cut.plan
         return corrected(plan.placement.positions, traced, plan.stages, is_first=is_first)

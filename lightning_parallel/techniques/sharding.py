@@ -194,8 +194,14 @@ def reshard_units(module: nn.Module) -> None:
             submodule.reshard()
 
 
+def leave_forward(module: nn.Module) -> None:
+    """Bring all units back to their shards after a forward without backward. Held gradients stay. No collective."""
+    for submodule in module.modules():
+        _torch.fsdp.leave_forward(submodule)
+
+
 def abandon_step(module: nn.Module) -> None:
-    """Bring all units back to their shards after an error in the middle of a step. No collective."""
+    """Bring all units back to their shards after an error in a step, and drop gradients. No collective."""
     for submodule in module.modules():
         _torch.fsdp.abandon_step(submodule)
 

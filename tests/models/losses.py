@@ -167,6 +167,13 @@ def late(num_samples: int) -> TensorDataset:
     return TensorDataset(tokens, labels)
 
 
+def even(num_samples: int) -> TensorDataset:
+    """Tokens and labels, of which some do not count in samples that the first of two ranks reads."""
+    tokens, labels = late(num_samples).tensors
+    labels[::2, 3:] = IGNORED
+    return TensorDataset(tokens, labels)
+
+
 class Masked(Deep):
     """Predicts tokens that it has masked by itself."""
 
@@ -174,6 +181,25 @@ class Masked(Deep):
         is_masked = torch.rand(tokens.shape) < 0.3
         labels = torch.where(is_masked, tokens, IGNORED)
         return F.cross_entropy(self(tokens.masked_fill(is_masked, 0)).flatten(0, 1), labels.flatten())
+
+
+class OnlyWithGradients(Labelled):
+    """Cannot be computed without gradients where a label is ignored."""
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self(tokens)
+        if not torch.is_grad_enabled() and (labels == IGNORED).any():
+            raise ValueError("no loss without gradients")
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+class SometimesMasked(Masked):
+    """Draws random numbers for some batches only."""
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        if (labels == IGNORED).any():
+            return super().loss(tokens)
+        return next_token_loss(self(tokens), tokens)
 
 
 OTHERS: dict[str, Any] = {
@@ -184,6 +210,8 @@ OTHERS: dict[str, Any] = {
     "entropy": (Entropy, None),
     "masked": (Masked, None),
     "own generator": (OwnGenerator, None),
+    "only with gradients": (OnlyWithGradients, even),
+    "sometimes masked": (SometimesMasked, even),
 }
 """Modules, and their data, where it is not the usual tokens."""
 LOSSES: dict[str, type[Case]] = {"mean": Mean, "sum": Sum, "ignored": Ignored, "contrast": Contrast}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from lightning_parallel.module.held_objects import HeldObjects
 
@@ -32,6 +33,24 @@ def test_objects_are_put_back() -> None:
         assert (each.value, each.seen, each.mean.tolist()) == (1.0, [1], [0, 0])
         assert not hasattr(each, "new")
     assert not held.has_drawn
+
+
+def test_data_is_left_alone() -> None:
+    """A copy of it for each microbatch would cost more than the step."""
+
+    class Data(TensorDataset):
+        """A user's dataset, derived from torch's."""
+
+    module = nn.Module()
+    module.data, module.own = Data(torch.zeros(3)), Plain()  # type: ignore[assignment]
+    module.own.mean, module.own.seen = torch.zeros(1 << 17), [0] * (1 << 17)  # type: ignore[union-attr]
+    held = HeldObjects([module])
+    module.data.tensors = ()  # type: ignore[union-attr]
+    module.own.mean += 1  # type: ignore[union-attr]
+    module.own.seen[0] = module.own.value = 2  # type: ignore[union-attr]
+    held.restore()
+    assert module.data.tensors == ()  # type: ignore[union-attr]
+    assert (module.own.value, module.own.seen[0], float(module.own.mean[0])) == (1.0, 2, 1.0)  # type: ignore[union-attr]
 
 
 GENERATORS: dict[str, tuple[Any, Any]] = {

@@ -26,6 +26,14 @@ def test_writes_into_real_tensors_are_refused(kind: str) -> None:
     assert own.sum() == 0
 
 
+@pytest.mark.parametrize("call", ["retain_grad", "register_hook"])
+def test_gradients_of_placeholders_are_refused(call: str) -> None:
+    """Where they are those of another stage's results: they would be of one microbatch, and on one rank."""
+    result = placeholder_like(torch.ones(2, 3), "head.weight") * 2
+    with pytest.raises(PlaceholderReadError, match=rf"{call} .*head.weight"):
+        getattr(result, call)(*[print] * (call == "register_hook"))
+
+
 def test_writes_into_placeholders_stay_there() -> None:
     ours, theirs = (placeholder_like(torch.ones(2, 3), name) for name in ("a", "b"))
     assert is_placeholder(torch.mul(theirs, 2, out=ours))

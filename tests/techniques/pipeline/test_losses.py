@@ -126,17 +126,23 @@ def test_ranks_that_read_other_samples_choose_alike(ranks: Any) -> None:
     assert "different numbers of entries" in words
 
 
-def drawn(strategy: str, case: str) -> str:
+def drawn(strategy: str, case: str, num_ranks: int = 2, readers: int = 1) -> str:
     try:
-        return said(case, strategy, 2, 1)[1]
+        return said(case, strategy, num_ranks, readers)[1]
     except ConfigurationError as error:
         return str(error)
 
 
-@pytest.mark.parametrize("case", ["masked", "own generator"])
-def test_numbers_drawn_before_the_stack(ranks: Any, case: str) -> None:
-    """A mask of the batch decides about inputs and labels: drawn again for the whole batch, it would be another."""
-    assert "draws random numbers before the stack" in ranks(2).run(drawn, "pp_custom", case)[0]
-    words = ranks(2).run(drawn, "pp_custom:loss=batch", case)[0]
-    assert "draw them in the data loader" in words
-    assert "loss='microbatch'" in words
+@pytest.mark.parametrize(
+    ("loss", "case", "expected_words"),
+    [
+        ("auto", "only with gradients", "no loss without gradients"),
+        ("auto", "sometimes masked", "draws random numbers before the stack"),
+        ("batch", "sometimes masked", "draw them in the data loader"),
+    ],
+)
+def test_what_one_rank_that_reads_finds_holds_for_all(ranks: Any, loss: str, case: str, expected_words: str) -> None:
+    """The others wait for nobody: they gather parameters together, in trials too."""
+    words = ranks(4).run(drawn, f"fsdp_custom:pipeline=2,loss={loss}", case, 4, 2)
+    assert expected_words in words[0]
+    assert len(set(words)) == 1
