@@ -3,9 +3,12 @@
 Importing the package registers its names for ``Trainer(strategy=...)`` and changes nothing else.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from lightning_parallel.checkpoint.full_state import full_state_dict
 from lightning_parallel.cli.explain import explain
-from lightning_parallel.cli.lightning_cli import LightningCLI
 from lightning_parallel.dtypes import DtypePolicy
 from lightning_parallel.errors import ConfigurationError, FirstStepError
 from lightning_parallel.presets import build_strategy, register
@@ -14,6 +17,9 @@ from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.ddp import DDPStrategy
 from lightning_parallel.strategies.mesh import MeshStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy
+
+if TYPE_CHECKING:
+    from lightning_parallel.cli.lightning_cli import LightningCLI
 
 __version__ = "0.1.0"
 
@@ -33,3 +39,12 @@ __all__ = [
 ]
 
 register()
+
+
+def __getattr__(name: str) -> Any:
+    """Import the command line, and jsonargparse with it, where they are asked for: half of the import's time."""
+    if name == "LightningCLI":
+        from lightning_parallel.cli.lightning_cli import LightningCLI
+
+        return LightningCLI
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
