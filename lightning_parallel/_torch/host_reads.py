@@ -3,58 +3,111 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 _MISSING: Any = object()
 
 
+@dataclass(frozen=True)
+class Reader:
+    """What answers where code reads or copies a DTensor on the host.
+
+    Args:
+        whole: From a DTensor, and the name of what is done with it, to its whole value as a plain tensor on the host.
+        refuse: Called with the name of a copy, or of a hook, that cannot be made; it raises.
+    """
+
+    whole: Callable[[DTensor, str], Tensor]
+    refuse: Callable[[str], NoReturn]
+
+
+_running: list[Reader] = []
+"""Readers of the runs that are set up, the innermost last: they answer for all DTensors."""
+_ended: dict[int, tuple[weakref.ref[DeviceMesh], Reader]] = {}
+"""Readers of runs that have ended, by the `id` of a mesh: a hook may have kept a tensor, an error left a shard."""
+
+
 @contextlib.contextmanager
-def reads_intercepted(
-    module: nn.Module,
-    *,
-    whole: Callable[[DTensor, str], Tensor],
-    part: Callable[[Tensor, DTensor], Tensor],
-    refuse: Callable[[str], NoReturn],
-) -> Iterator[None]:
-    """Inside this context, what code reads from a DTensor on the host comes from `whole`, and copies are refused.
+def reads_intercepted(module: nn.Module, reader: Reader, part: Callable[[Tensor, DTensor], Tensor]) -> Iterator[None]:
+    """Inside this context, what code reads from a DTensor on the host comes from `reader`, and copies are refused.
+
+    Afterwards, this still holds for tensors on the meshes of `module`, which hooks may have kept.
 
     torch itself gives ``item()`` and ``float()`` of a DTensor the value of this rank's part, and pickles a shard. There
     is no public hook: `DTensor._op_dispatcher._custom_op_handlers`, since 2.1, has the handlers of single operations,
     in all supported versions; methods are set on the class, which inherits them from `Tensor`. Plain tensors and
-    operations that stay on the device cost nothing more.
+    operations that stay on the device cost nothing more, and DTensors of others are what torch makes of them.
 
     Args:
-        module: The module whose sharded units are not to be copied.
-        whole: From a DTensor, and the name of what is done with it, to its whole value as a plain tensor on the host.
+        module: The module, whose sharded units are not to be copied.
+        reader: What answers.
         part: From a whole, plain tensor and a DTensor of its shape, to the former in the form of the latter.
-        refuse: Called with the name of a copy that cannot be made; it raises.
     """
     of_units = {
-        "__deepcopy__": lambda self, memo: refuse("copy.deepcopy"),
-        "__reduce_ex__": lambda self, protocol: refuse("torch.save, or pickle,"),
+        "__deepcopy__": lambda self, memo: reader.refuse("copy.deepcopy"),
+        "__reduce_ex__": lambda self, protocol: reader.refuse("torch.save, or pickle,"),
     }
     units = dict.fromkeys(type(unit) for unit in module.modules() if isinstance(unit, FSDPModule))
+    meshes = [parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor)]
+    _ask_readers()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_scalars_from(whole))
-        stack.enter_context(_replaced(DTensor, {**_methods(whole, refuse), "copy_": _copying(part)}))
+        stack.enter_context(_replaced(DTensor, {"copy_": _copying(part)}))
         for unit in units:
             stack.enter_context(_replaced(unit, of_units))
-        yield
+        _running.append(reader)
+        try:
+            yield
+        finally:
+            _running.remove(reader)
+            _ended.update({id(mesh): (weakref.ref(mesh), reader) for mesh in meshes})
 
 
-def _methods(whole: Callable[[DTensor, str], Tensor], refuse: Callable[[str], NoReturn]) -> dict[str, Any]:
+def _reader_of(tensor: DTensor) -> Reader | None:
+    """Who answers for `tensor`: nobody in a graph, and for DTensors of others after a run."""
+    if is_traced(tensor):
+        return None
+    if _running:
+        return _running[-1]
+    mesh, reader = _ended.get(id(tensor.device_mesh), (None, None))
+    return reader if mesh is not None and mesh() is tensor.device_mesh else None
+
+
+@functools.cache
+def _ask_readers() -> None:
+    """Let DTensors ask their readers, once and for good."""
+    for name, method in _methods().items():
+        setattr(DTensor, name, method)
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    operation = torch.ops.aten._local_scalar_dense.default
+
+    def scalar(operation: Any, args: Any, kwargs: Any) -> Any:
+        """``item()``, and what is made of it: ``float()``, ``int()``, ``bool()``, ``torch.tensor([...])``."""
+        reader = _reader_of(args[0])
+        return operation(args[0].to_local() if reader is None else reader.whole(args[0], "item"))
+
+    handlers[operation] = scalar
+
+
+def _methods() -> dict[str, Any]:
+    """Methods of DTensors that ask their reader, if they have one."""
+
     def copy_refused(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def copied(self: DTensor, *args: Any) -> Any:
-            return plain(self, *args) if is_whole(self) else refuse(name)
+            reader = _reader_of(self)
+            return plain(self, *args) if reader is None or is_whole(self) else reader.refuse(name)
 
         return copied
 
@@ -63,36 +116,41 @@ def _methods(whole: Callable[[DTensor, str], Tensor], refuse: Callable[[str], No
             frame = inspect.currentframe()
             caller = str(frame.f_back.f_globals.get("__name__", "")) if frame and frame.f_back else ""
             is_of_user = caller.partition(".")[0] not in ("torch", "lightning_parallel")
-            return refuse(name) if isinstance(self, nn.Parameter) and is_of_user else plain(self, hook)
+            is_refused = _running and isinstance(self, nn.Parameter) and is_of_user
+            return _running[-1].refuse(name) if is_refused else plain(self, hook)
 
         return hooked
 
+    def read(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def of_whole(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+            reader = _reader_of(self)
+            value = self if reader is None else reader.whole(self, name).requires_grad_(self.requires_grad)
+            return plain(value, *args, **kwargs)
+
+        return of_whole
+
     def represented(self: DTensor) -> str:
-        return repr_of_torch(self) if is_whole(self) or is_traced(self) else _described(self)
+        return repr_of_torch(self) if _reader_of(self) is None or is_whole(self) else _described(self)
 
     def formatted(self: DTensor, spec: str) -> str:
-        return repr(self) if self.ndim else format(whole(self, "format").item(), spec)
-
-    def numpy(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        return whole(self, "numpy").requires_grad_(self.requires_grad).numpy(*args, **kwargs)
-
-    def array(self: DTensor, *args: Any) -> Any:
-        return whole(self, "numpy").requires_grad_(self.requires_grad).__array__(*args)
+        reader = _reader_of(self)
+        if reader is None:
+            return Tensor.__format__(self, spec)  # type: ignore[no-untyped-call, no-any-return]
+        return repr(self) if self.ndim else format(reader.whole(self, "format").item(), spec)
 
     repr_of_torch = DTensor.__repr__
+    register_later = "register_post_accumulate_grad_hook"
     return {
-        "__array__": array,
+        "__array__": read("numpy", Tensor.__array__),
         "__deepcopy__": copy_refused("copy.deepcopy", Tensor.__deepcopy__),  # type: ignore[attr-defined]
         "__dlpack__": copy_refused("__dlpack__", Tensor.__dlpack__),
         "__format__": formatted,
         "__reduce_ex__": copy_refused("torch.save, or pickle,", Tensor.__reduce_ex__),
         "__repr__": represented,
-        "numpy": numpy,
+        "numpy": read("numpy", Tensor.numpy),
         "register_hook": hook_refused("register_hook", Tensor.register_hook),
-        "register_post_accumulate_grad_hook": hook_refused(
-            "register_post_accumulate_grad_hook", Tensor.register_post_accumulate_grad_hook
-        ),
-        "tolist": lambda self: whole(self, "tolist").tolist(),
+        register_later: hook_refused(register_later, Tensor.register_post_accumulate_grad_hook),
+        "tolist": read("tolist", Tensor.tolist),
     }
 
 
@@ -106,26 +164,6 @@ def _copying(part: Callable[[Tensor, DTensor], Tensor]) -> Callable[..., Any]:
         return Tensor.copy_(self, source, *args, **kwargs)
 
     return copied
-
-
-@contextlib.contextmanager
-def _scalars_from(whole: Callable[[DTensor, str], Tensor]) -> Iterator[None]:
-    """``item()``, and what is made of it: ``float()``, ``int()``, ``bool()``, ``torch.tensor([...])``."""
-
-    def scalar(operation: Any, args: Any, kwargs: Any) -> Any:
-        value = args[0]
-        return operation(value.to_local() if is_traced(value) else whole(value, "item"))
-
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    operation = torch.ops.aten._local_scalar_dense.default
-    before = handlers.get(operation, _MISSING)
-    handlers[operation] = scalar
-    try:
-        yield
-    finally:
-        handlers.pop(operation)
-        if before is not _MISSING:
-            handlers[operation] = before
 
 
 @contextlib.contextmanager

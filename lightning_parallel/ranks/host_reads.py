@@ -8,6 +8,7 @@ from collections import Counter
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -53,13 +54,15 @@ class HostReads:
             read: What is done with it, for the message.
 
         Raises:
-            ConfigurationError: If other ranks do not read it, too.
+            ConfigurationError: If other ranks do not read it, too, or cannot any more.
         """
         if _torch.host_reads.is_whole(tensor):
             return tensor.to_local().detach().cpu()
         if tensor.device.type != "cpu":
             # What the device still computes may wait for other ranks; when it is done, they are near this line.
             torch.accelerator.synchronize(tensor.device)
+        if not dist.is_initialized():
+            raise ConfigurationError([_parted(read, at(line_of_user()))])
         self._meet(tensor, read)
         return whole_on_host(tensor)
 
@@ -114,6 +117,13 @@ def _hooked(call: str, place: str) -> str:
 def at(line: str) -> str:
     """Say in a message where the user's code stands, if that is known."""
     return f"at {line}" if line else "in this run"
+
+
+def _parted(read: str, place: str) -> str:
+    return (
+        f"{read} {place} reads a tensor of which this rank has a part, and the ranks have parted since. Read it while "
+        f"the run lasts, such as kept = p.grad.norm().item() in a hook, on all ranks; {INSTEAD}"
+    )
 
 
 def _alone(read: str, line: str, arrived: int, needed: int, deadline: float) -> str:

@@ -34,7 +34,7 @@ def whole_values(trainer: Trainer, module: LightningModule, mesh: Mesh) -> Itera
     reads = HostReads(f"lightning_parallel/{mark}")
     with (
         _torch.host_reads.data_of_shards_set(),
-        _torch.host_reads.reads_intercepted(module, whole=reads.whole, part=sharded_like, refuse=reads.refuse),
+        _torch.host_reads.reads_intercepted(module, _torch.host_reads.Reader(reads.whole, reads.refuse), sharded_like),
         _lightning.gradient_norms_read(),
         _logging_whole_values(trainer, module, reads),
     ):

@@ -67,6 +67,14 @@ class WeightMeans(Habit):
             self.log("mean", weight.mean())
 
 
+class Keeping(Habit):
+    """What hooks keep is read when training has ended."""
+
+    def on_after_backward(self) -> None:
+        weight = self.model.blocks[2].mlp[0].weight
+        self.kept = [weight.grad.norm(), weight.grad.clone(), weight.detach().clone()]  # type: ignore[union-attr]
+
+
 class Histograms(Habit):
     """As loggers make them: on rank 0 only, whatever they are given."""
 

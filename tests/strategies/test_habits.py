@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.loggers import TensorBoardLogger
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_parallel import build_strategy, full_state_dict
+from lightning_parallel import ConfigurationError, build_strategy, full_state_dict
 from lightning_parallel.ranks import host_reads
 from tests.data import GLOBAL_BATCH, loader_of
 from tests.models import habits
@@ -140,6 +144,30 @@ def test_rank_0_alone_is_refused(ranks: Any, make: Any, strategy: str, words: st
     with pytest.raises(RankError) as caught:
         ranks(2).run(logged, make, strategy, 2, str(tmp_path), deadline=3 * ALONE)
     assert re.search(words, str(caught.value)), str(caught.value)
+
+
+def read_too_late() -> list[str]:
+    """Rank 0 reads by itself; then all ranks, when they have parted."""
+    module = habits.Keeping()
+    fitted(lambda: module, "fsdp_custom", 2)
+    mesh, words = init_device_mesh("cpu", (2,)), []
+    own = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    assert copy.deepcopy(own).to_local().numel() == 2, "a tensor that no run has made is as torch makes it"
+    for is_reading, has_parted in ((mesh.get_rank() == 0, False), (True, True)):
+        with mock.patch.object(dist, "is_initialized", return_value=not has_parted):
+            try:
+                if is_reading:
+                    float(module.kept[0])
+            except ConfigurationError as error:
+                words.append(str(error))
+    return words
+
+
+def test_what_hooks_keep_is_refused_where_it_cannot_be_whole(ranks: Any) -> None:
+    first, second = ranks(2).run(read_too_late)
+    assert re.search(r"item at .*test_habits\.py:\d+ reads a tensor .* only 1 of them came to this line", first[0])
+    for words in (first[-1], second[-1]):
+        assert re.search(r"item at .*test_habits\.py:\d+ reads a tensor of which .* the ranks have parted", words)
 
 
 def saved_and_loaded(strategy: str, num_ranks: int, path: str) -> tuple[float, float]:
