@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -178,4 +179,8 @@ def test_a_layer_that_cannot_be_split_is_refused(ranks: Any, make: Any, options:
 
 def test_what_would_be_refused_can_be_left_whole(ranks: Any) -> None:
     assert ranks(2).run(refusal, NotLinear, "tensor_plan={blocks.*.0: colwise}") == ["", ""]
-    assert ranks(2).run(refusal, Convolved, "") == ["", ""]  # what torch cannot split runs on whole tensors
+    for message in ranks(2).run(refusal, Convolved, ""):
+        if torch.__version__ >= (2, 13):  # what torch cannot split runs on whole tensors
+            assert message == ""
+        else:  # torch 2.11 takes itself to be able to, and is wrong
+            assert "the gradient of mix.weight differs by" in message
