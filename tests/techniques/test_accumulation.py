@@ -20,7 +20,6 @@ from tests.models.cases import CASES, GPT, Block, ByteGPT, Case, next_token_loss
 from tests.parity import BF16, TOLERANCE, Recorder, difference, once, trainer_for
 from tests.rank_pool import RankError
 
-
 # Over copies once a window, where torch reduces zeros for unused parameters by itself.
 OVER_COPIES = 4 if _torch.fsdp.CAN_REDUCE_UNUSED else 4 * 4
 
