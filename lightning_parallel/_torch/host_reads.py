@@ -104,31 +104,6 @@ def _ask_readers() -> None:
 def _methods() -> dict[str, Any]:
     """Methods of DTensors that ask their reader, if they have one."""
 
-    def copy_refused(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def copied(self: DTensor, *args: Any) -> Any:
-            reader = _reader_of(self)
-            return plain(self, *args) if reader is None or is_whole(self) else reader.refuse(name)
-
-        return copied
-
-    def hook_refused(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def hooked(self: DTensor, hook: Any) -> Any:
-            frame = inspect.currentframe()
-            caller = str(frame.f_back.f_globals.get("__name__", "")) if frame and frame.f_back else ""
-            is_of_user = caller.partition(".")[0] not in ("torch", "lightning_parallel")
-            is_refused = _running and isinstance(self, nn.Parameter) and is_of_user
-            return _running[-1].refuse(name) if is_refused else plain(self, hook)
-
-        return hooked
-
-    def read(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def of_whole(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-            reader = _reader_of(self)
-            value = self if reader is None else reader.whole(self, name).requires_grad_(self.requires_grad)
-            return plain(value, *args, **kwargs)
-
-        return of_whole
-
     def represented(self: DTensor) -> str:
         return repr_of_torch(self) if _reader_of(self) is None or is_whole(self) else _described(self)
 
@@ -141,17 +116,51 @@ def _methods() -> dict[str, Any]:
     repr_of_torch = DTensor.__repr__
     register_later = "register_post_accumulate_grad_hook"
     return {
-        "__array__": read("numpy", Tensor.__array__),
-        "__deepcopy__": copy_refused("copy.deepcopy", Tensor.__deepcopy__),  # type: ignore[attr-defined]
-        "__dlpack__": copy_refused("__dlpack__", Tensor.__dlpack__),
+        "__array__": _read("numpy", Tensor.__array__),
+        "__deepcopy__": _copied("copy.deepcopy", Tensor.__deepcopy__),  # type: ignore[attr-defined]
+        "__dlpack__": _copied("__dlpack__", Tensor.__dlpack__),
         "__format__": formatted,
-        "__reduce_ex__": copy_refused("torch.save, or pickle,", Tensor.__reduce_ex__),
+        "__reduce_ex__": _copied("torch.save, or pickle,", Tensor.__reduce_ex__),
         "__repr__": represented,
-        "numpy": read("numpy", Tensor.numpy),
-        "register_hook": hook_refused("register_hook", Tensor.register_hook),
-        register_later: hook_refused(register_later, Tensor.register_post_accumulate_grad_hook),
-        "tolist": read("tolist", Tensor.tolist),
+        "numpy": _read("numpy", Tensor.numpy),
+        "register_hook": _hooked("register_hook", Tensor.register_hook),
+        register_later: _hooked(register_later, Tensor.register_post_accumulate_grad_hook),
+        "tolist": _read("tolist", Tensor.tolist),
     }
+
+
+def _read(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The method `plain`, of the whole value."""
+
+    def read(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        reader = _reader_of(self)
+        value = self if reader is None else reader.whole(self, name).requires_grad_(self.requires_grad)
+        return plain(value, *args, **kwargs)
+
+    return read
+
+
+def _copied(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The method `plain`, refused for a part."""
+
+    def copied(self: DTensor, *args: Any) -> Any:
+        reader = _reader_of(self)
+        return plain(self, *args) if reader is None or is_whole(self) else reader.refuse(name)
+
+    return copied
+
+
+def _hooked(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The method `plain`, refused where a user calls it on a parameter while a run is set up."""
+
+    def hooked(self: DTensor, hook: Any) -> Any:
+        frame = inspect.currentframe()
+        caller = str(frame.f_back.f_globals.get("__name__", "")) if frame and frame.f_back else ""
+        is_of_user = caller.partition(".")[0] not in ("torch", "lightning_parallel")
+        is_refused = _running and isinstance(self, nn.Parameter) and is_of_user
+        return _running[-1].refuse(name) if is_refused else plain(self, hook)
+
+    return hooked
 
 
 def _copying(part: Callable[[Tensor, DTensor], Tensor]) -> Callable[..., Any]:
