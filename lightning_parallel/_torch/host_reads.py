@@ -23,7 +23,7 @@ _MISSING: Any = object()
 
 @dataclass(frozen=True)
 class Reader:
-    """What answers where code reads or copies a DTensor on the host.
+    """The functions that answer where code reads or copies a DTensor on the host.
 
     Args:
         whole: From a DTensor, and the name of what is done with it, to its whole value as a plain tensor on the host.
@@ -53,7 +53,7 @@ def reads_intercepted(module: nn.Module, reader: Reader, part: Callable[[Tensor,
 
     Args:
         module: The module, whose sharded units are not to be copied.
-        reader: What answers.
+        reader: Answers.
         part: From a whole, plain tensor and a DTensor of its shape, to the former in the form of the latter.
     """
     of_units = {
@@ -76,7 +76,7 @@ def reads_intercepted(module: nn.Module, reader: Reader, part: Callable[[Tensor,
 
 
 def _reader_of(tensor: DTensor) -> Reader | None:
-    """Who answers for `tensor`: nobody in a graph, and for DTensors of others after a run."""
+    """The reader that answers for `tensor`: none in a graph, nor for DTensors of others after a run."""
     if is_traced(tensor):
         return None
     if _running:
