@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_parallel.checkpoint.full_state import full_state_dict
 from lightning_parallel.cli.explain import explain
 from lightning_parallel.dtypes import DtypePolicy
-from lightning_parallel.errors import ConfigurationError, FirstStepError
+from lightning_parallel.errors import ConfigurationError, FirstStepError, RanksDifferError
 from lightning_parallel.presets import build_strategy, register
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
@@ -32,6 +32,7 @@ __all__ = [
     "FirstStepError",
     "LightningCLI",
     "MeshStrategy",
+    "RanksDifferError",
     "ZeroStrategy",
     "build_strategy",
     "explain",

@@ -44,6 +44,14 @@ class FirstStepError(RuntimeError):
     """
 
 
+class RanksDifferError(RuntimeError):
+    """Ranks that must hold equal values do not: training has gone wrong since the last time that they did.
+
+    Example:
+        >>> Trainer(callbacks=[Verify(every=100)])  # raises it at most 100 steps later
+    """
+
+
 def check(violations: Iterable[str]) -> None:
     """Raise a :class:`ConfigurationError` with all `violations`, or return if there are none."""
     found = [violation for violation in violations if violation]

@@ -22,6 +22,7 @@ PUBLIC = {
     "FirstStepError",
     "LightningCLI",
     "MeshStrategy",
+    "RanksDifferError",
     "ZeroStrategy",
     "build_strategy",
     "explain",
@@ -34,6 +35,7 @@ CALLBACKS = {
     "GradientNorm",
     "ScaledLearningRate",
     "TokenWeighted",
+    "Verify",
 }
 ROOT = Path(__file__).parents[1]
 

@@ -6,6 +6,7 @@ from lightning_parallel.callbacks.global_batch import GlobalBatch
 from lightning_parallel.callbacks.gradient_norm import GradientNorm
 from lightning_parallel.callbacks.learning_rate import ScaledLearningRate
 from lightning_parallel.callbacks.token_weighted import TokenWeighted
+from lightning_parallel.callbacks.verify import Verify
 
 __all__ = [
     "BatchSizeFinder",
@@ -14,4 +15,5 @@ __all__ = [
     "GradientNorm",
     "ScaledLearningRate",
     "TokenWeighted",
+    "Verify",
 ]

@@ -79,6 +79,12 @@ def second_half(num_samples: int) -> TensorDataset:
     return TensorDataset(tokens, labels)
 
 
+def later(num_samples: int) -> TensorDataset:
+    """Labels of which -1 do not count, from the third batch on."""
+    tokens, labels = late(num_samples).tensors
+    return TensorDataset(tokens, labels.masked_fill(labels == IGNORED, -1))
+
+
 class OwnMean(Deep):
     """Divides by a mean of squares that a mask of floats leaves in."""
 
@@ -120,6 +126,29 @@ class Tracked(Deep):
         hidden += 0.5
         logits = self.model.head(self.model.norm(hidden))
         return next_token_loss(logits, tokens) * len(tokens) / self.running(float(hidden.detach().pow(2).mean()))
+
+
+class Counter:
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> int:
+        self.count += 1
+        return self.count
+
+
+class Counting(Deep):
+    """A sum, weighted by the number of the step, which an object counts before the stack."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.counter = Counter()
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        weight = 0.2 * self.counter()
+        return weight * next_token_loss(self(tokens), tokens) * len(tokens)
 
 
 class OwnGenerator(Deep):
@@ -205,8 +234,10 @@ class SometimesMasked(Masked):
 OTHERS: dict[str, Any] = {
     "late": (Labelled, late),
     "other label": (OtherLabel, second_half),
+    "other label, later": (OtherLabel, later),
     "own mean": (OwnMean, masked_later),
     "tracked": (Tracked, None),
+    "counting": (Counting, None),
     "entropy": (Entropy, None),
     "masked": (Masked, None),
     "own generator": (OwnGenerator, None),

@@ -146,6 +146,27 @@ def test_rank_0_alone_is_refused(ranks: Any, make: Any, strategy: str, words: st
     assert re.search(words, str(caught.value)), str(caught.value)
 
 
+def read_after_fit(strategy: str, num_ranks: int) -> tuple[list[float], str]:
+    """What a hook kept, and why it cannot be copied."""
+    modules: list[habits.Keeping] = []
+    fitted(lambda: modules.append(habits.Keeping()) or modules[0], strategy, num_ranks)  # type: ignore[func-returns-value]
+    norm, gradient, weight = modules[0].kept
+    values = [float(norm), float(gradient.norm()), float(weight.numpy().sum()), sum(gradient.flatten().tolist())]
+    try:
+        copy.deepcopy(weight)
+    except ConfigurationError as error:
+        return values, str(error)
+    return values, ""
+
+
+@pytest.mark.parametrize("strategy", NAMES[:4])
+def test_what_hooks_keep_is_whole_after_fit(ranks: Any, strategy: str) -> None:
+    expected, _ = once(read_after_fit, "auto", 1)
+    for values, words in ranks(2).run(read_after_fit, strategy, 2):
+        assert values == pytest.approx(expected, abs=TOLERANCE, rel=TOLERANCE)
+        assert ("copy.deepcopy at" in words) == (strategy != "ddp_custom")
+
+
 def read_too_late() -> list[str]:
     """Rank 0 reads by itself; then all ranks, when they have parted."""
     module = habits.Keeping()

@@ -101,7 +101,7 @@ def test_auto_is_exact_and_says_so(ranks: Any, case: str, schedule: str) -> None
         assert words.count("loss='auto'") == 1
 
 
-@pytest.mark.parametrize("case", ["other label", "own mean", "tracked", "entropy"])
+@pytest.mark.parametrize("case", ["other label", "other label, later", "own mean", "tracked", "counting", "entropy"])
 def test_auto_is_exact_where_it_is_hard_to_see(ranks: Any, case: str) -> None:
     ours, words = ranks(2).run(said, case, "pp_custom", 2, 1)[0]
     assert worst(ours, expected(case)) < TOLERANCE

@@ -1,0 +1,103 @@
+"""Fingerprints of what ranks hold: equal on ranks that must hold the same values."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from lightning_parallel.ranks.dtensors import local_of
+from lightning_parallel.ranks.stage_owners import stage_owners_of
+
+Fingerprint = tuple[Hashable, str, int]
+"""The group of values, the name of one, and a number made from its bytes. Ranks that have a group have it alike."""
+
+
+def of_parameters(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[Fingerprint]:
+    """Take the fingerprints of parameters.
+
+    Args:
+        parameters: Names and parameters, of which a rank may have a part.
+    """
+    for name, parameter in parameters:
+        yield _part_of(parameter, parameter), name, _number(parameter)
+
+
+def of_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> Iterator[Fingerprint]:
+    """Take the fingerprints of an optimizer's learning rates and states.
+
+    Args:
+        optimizer: The optimizer.
+        names: The names of the parameters.
+    """
+    kind = type(optimizer).__name__
+    for number, group in enumerate(optimizer.param_groups):
+        yield "options", f"lr of group {number} of {kind}", _number(group.get("lr"))
+    known = [(names[p], p, state) for p, state in optimizer.state.items() if p in names]
+    # ZeRO-1: each rank has the states of its own parameters, and nobody else has them.
+    owned = hash_of_names(name for name, _, _ in known)
+    for name, parameter, state in known:
+        for key, value in state.items():
+            if isinstance(value, Tensor | int | float):
+                like = value if isinstance(value, DTensor) else parameter
+                yield (owned, _part_of(like, parameter)), f"{key} of {name} in {kind}", _number(value)
+
+
+def hash_of_names(names: Iterable[str]) -> int:
+    """A number made from `names`, the same in every process."""
+    return zlib.crc32("\n".join(names).encode())
+
+
+def differing(own: list[Fingerprint]) -> dict[str, list[list[int]]]:
+    """Compare the fingerprints of all ranks. A collective.
+
+    Ranks first compare one number for each group, and their lists only where these differ.
+
+    Returns:
+        Name of a value -> the ranks that hold it, those with equal values together; empty if all agree.
+    """
+    together: dict[Hashable, int] = {}
+    for group, name, number in own:
+        together[group] = zlib.crc32(f"{name} {number}".encode(), together.get(group, 0))
+    groups = {name for name, _ in _unequal(together)}
+    if not groups:
+        return {}
+    detailed = {(group, name): number for group, name, number in own if group in groups}
+    return {name: ranks for (_, name), ranks in _unequal(detailed)}
+
+
+def _unequal(own: Mapping[Any, int]) -> list[tuple[Any, list[list[int]]]]:
+    """The keys under which ranks have different numbers, and the ranks by number. A collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    by_key: dict[Any, dict[int, list[int]]] = {}
+    for rank, each in enumerate(found):
+        for key, number in each.items():
+            by_key.setdefault(key, {}).setdefault(number, []).append(rank)
+    return [(key, list(ranks.values())) for key, ranks in by_key.items() if len(ranks) > 1]
+
+
+def _part_of(tensor: Tensor, parameter: Tensor) -> Hashable:
+    """The part of the whole that this rank holds of `tensor`, and the stages that hold `parameter`."""
+    owners = stage_owners_of(parameter)
+    stages = owners.ranks if owners is not None else None
+    if not isinstance(tensor, DTensor):
+        return stages, ()
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    assert coordinate is not None
+    split = (dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate))
+    return stages, tuple((names[dim], coordinate[dim]) for dim in split)
+
+
+def _number(value: Any) -> int:
+    if not isinstance(value, Tensor):
+        return zlib.crc32(repr(value).encode())
+    local = local_of(value.detach()).cpu().contiguous().reshape(-1)
+    return zlib.crc32(local.view(torch.uint8).numpy().data)
