@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_VALUES, _GRADIENTS = 0.3, 6.0
+_VALUES, _GRADIENTS, _COUNTS = 0.3, 6.0, 3.0
 """Tolerances in units of the square root of the dtype's precision. In fp32 that is 1e-4 for a loss, where two orders of
 summation differ by about 1e-7 in one step, and 2e-3 for the gradient of a parameter, through many layers of it."""
+_MOST_COUNTS = 0.3
+"""The largest tolerance of counts: what counts twice, or half, is further off in any dtype."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,26 @@ class Tolerance:
         return _VALUES * math.sqrt(self.precision)
 
     @property
+    def output(self) -> float:
+        """Of what a module returns, as a share of its norm."""
+        return math.sqrt(self.precision)
+
+    @property
     def gradient(self) -> float:
         """Of a gradient, as a share of its norm."""
         return _GRADIENTS * math.sqrt(self.precision)
 
     @property
+    def count(self) -> float:
+        """Of numbers that are counted, relative: rounding may take a prediction from one class to another."""
+        return min(_COUNTS * math.sqrt(self.precision), _MOST_COUNTS)
+
+    @property
     def negligible(self) -> float:
-        """The share of the norm of all gradients below which that of one parameter is noise of the others."""
+        """The share of the norm of all gradients below which that of one parameter is noise of the others.
+
+        So it is for the sums of a metric: one of them may be the difference of large numbers.
+        """
         return math.sqrt(self.precision)
 
 
@@ -82,6 +97,34 @@ def gradient_differences(
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
+def state_differences(
+    ours: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: Tolerance
+) -> dict[str, float]:
+    """The differences beyond the tolerance of what one metric has added up and counted.
+
+    Args:
+        ours: Name of a state -> its value.
+        expected: The same, as it should be.
+        tolerance: How far they may be apart.
+
+    Returns:
+        Name -> relative difference, the largest first; empty where they are equal.
+    """
+    pairs = {name: (ours[name].double().cpu(), value.double().cpu()) for name, value in expected.items()}
+    all_counts = sum(float(theirs.abs().sum()) for _, theirs in pairs.values() if _is_count(theirs))
+    total = math.sqrt(sum(float(theirs[theirs.isfinite()].norm()) ** 2 for _, theirs in pairs.values()))
+    found = {}
+    for name, (own, theirs) in pairs.items():
+        if own.shape == theirs.shape and _is_count(own) and _is_count(theirs):
+            apart, scale = float((own - theirs).abs().sum()), float(theirs.abs().sum())
+            found[name] = 0.0 if apart == 0.0 else _ratio(apart, scale + tolerance.negligible * all_counts)
+            found[name] = found[name] if found[name] > tolerance.count else 0.0
+        else:
+            found[name] = _distance(own, theirs, float(theirs.norm()) + tolerance.negligible * total)
+            found[name] = 0.0 if found[name] <= tolerance.value else found[name]
+    return dict(sorted(((name, apart) for name, apart in found.items() if apart != 0.0), key=lambda item: -item[1]))
+
+
 def first_of(names: Sequence[str], most: int = 4) -> str:
     """The first `most` of `names`, and the number of the others.
 
@@ -101,6 +144,12 @@ def _distance(ours: Tensor, expected: Tensor, scale: float) -> float:
         # An overflow, as fp16 has them before its scale is found: equal if it happens in both.
         return 0.0 if torch.equal(finite, ours.isfinite()) else math.inf
     apart = float((ours - expected).norm())
-    if apart == 0.0:
-        return 0.0
+    return 0.0 if apart == 0.0 else _ratio(apart, scale)
+
+
+def _ratio(apart: float, scale: float) -> float:
     return apart / scale if scale > 0.0 and math.isfinite(apart) else math.inf
+
+
+def _is_count(value: Tensor) -> bool:
+    return bool((value.isfinite() & (value == value.round())).all())

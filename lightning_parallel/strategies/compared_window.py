@@ -13,6 +13,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_parallel.module.differences import Tolerance, first_of, gradient_differences, value_difference
+from lightning_parallel.strategies.compared_metrics import (
+    MetricStates,
+    metric_differences,
+    num_updated,
+    states_of_metrics,
+    synced_differences,
+)
 from lightning_parallel.strategies.plain_step import PlainSteps, StepValues
 
 
@@ -28,30 +35,49 @@ class ComparedWindow:
     plain: PlainSteps
     tolerance: Tolerance
     num_backwards: int = 0
-    _expected: StepValues = field(default_factory=StepValues)
+    expected: StepValues = field(default_factory=StepValues)
     _pending: dict[str, Tensor] = field(default_factory=dict)
     _gradients: dict[str, Tensor] = field(default_factory=dict)
     _factor: Tensor | float = 1.0
     _in_hooks: StepValues = field(default_factory=StepValues)
     _losses: tuple[float, float] | None = None
+    _metrics_at_backward: MetricStates = field(default_factory=dict)
 
     def take_plain_step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Run the copy's next step."""
-        self._expected, self._pending = self.plain.run(args, kwargs)
+        self.expected, self._pending = self.plain.run(args, kwargs)
 
     def value_differences(self, ours: StepValues) -> list[str]:
-        """Loss and logged values that differ, in words."""
-        loss, expected = ours.loss, self._expected.loss
+        """Loss, logged values and states of metrics that differ, in words."""
+        loss, expected = ours.loss, self.expected.loss
         found = []
         if not (apart := value_difference(loss, expected)) <= self.tolerance.value:
             found.append(f"the loss is {_number(loss)} in place of {_number(expected)} ({apart:.1e} apart)")
         elif self._losses is None and loss is not None and expected is not None:
             self._losses = float(loss), float(expected)
-        return found + self._log_differences(ours, self._expected)
+        found += self._log_differences(ours, self.expected)
+        return found + metric_differences(ours.metrics, self.expected.metrics, self.tolerance)
 
     def hook_differences(self) -> list[str]:
-        """Values that differ in what hooks around the last backward have logged, in words."""
-        return self._log_differences(self._in_hooks, self.plain.in_hooks)
+        """Differences in what hooks around the last backward have logged, and given to metrics, in words."""
+        found = self._log_differences(self._in_hooks, self.plain.in_hooks)
+        before, after = self.expected.metrics, self.plain.in_hooks.metrics
+        updated = {
+            path: states
+            for path, states in after.items()
+            if any(not _is_same(value, before[path].get(name)) for name, value in states.items())
+            # Not if another hook has been there in between, which does not run on the copy.
+            and not metric_differences(self._metrics_at_backward, {path: before[path]}, self.tolerance)
+        }
+        return found + metric_differences(states_of_metrics(self.plain.originals), updated, self.tolerance)
+
+    def synced_differences(self, group: dist.ProcessGroup | None) -> list[str]:
+        """Metrics that count samples more than once when they are added up, in words. A collective of all ranks.
+
+        Args:
+            group: The ranks that read different samples.
+        """
+        return synced_differences(self.plain.originals, self.plain.module, group, self.tolerance)
 
     def _log_differences(self, ours: StepValues, expected: StepValues) -> list[str]:
         found, own, theirs = [], ours.numbers(), expected.numbers()
@@ -81,8 +107,8 @@ class ComparedWindow:
 
     @contextmanager
     def of_hooks(self, module: LightningModule) -> Iterator[None]:
-        """Note what the hooks around a backward of `module` log."""
-        self._in_hooks = StepValues()
+        """Note what the hooks around a backward of `module` log, and the metrics before them."""
+        self._in_hooks, self._metrics_at_backward = StepValues(), states_of_metrics(module)
         with self._in_hooks.of(module, passes_on=True):
             yield
 
@@ -124,7 +150,13 @@ class ComparedWindow:
     def summary(self, num_gradients: int) -> str:
         """The line that says that both are equal."""
         losses = "" if self._losses is None else f"loss {self._losses[0]:.4f} = {self._losses[1]:.4f}, "
-        return f"first step equals one process: {losses}{num_gradients} gradients"
+        num_metrics = num_updated(self.plain.module)
+        metrics = f", {num_metrics} metrics" if num_metrics else ""
+        return f"first step equals one process: {losses}{num_gradients} gradients{metrics}"
+
+
+def _is_same(first: Tensor, second: Tensor | None) -> bool:
+    return second is not None and first.shape == second.shape and torch.equal(first, second)
 
 
 def _number(value: Any) -> str:

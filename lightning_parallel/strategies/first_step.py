@@ -2,15 +2,14 @@
 
 The copy is taken before the module is made parallel. It is given the same batch, from the same random state, and its
 gradients are averaged over the ranks that read different samples. Then the real step has to return the same loss, log
-the same values and end with the same gradients, before anything is updated.
+the same values, leave metrics in the same states and end with the same gradients, before anything is updated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,22 +24,28 @@ from lightning_parallel import _lightning
 from lightning_parallel.checkpoint.full_state import whole
 from lightning_parallel.errors import FirstStepError
 from lightning_parallel.errors import check as refuse
-from lightning_parallel.module.differences import Tolerance
 from lightning_parallel.module.plain_copy import NotCopyableError, PlainCopy
-from lightning_parallel.policies import Policies
-from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.ranks.memory import free_memory
+from lightning_parallel.ranks.random_streams import RandomState
 from lightning_parallel.ranks.stage_owners import all_stage_owners, stage_owners_of
+from lightning_parallel.strategies.compared_strategy import (
+    ComparedStrategy,
+    in_words,
+    is_reference,
+    layers_with_parts,
+    shares_samples,
+    tolerance_of,
+)
 from lightning_parallel.strategies.compared_window import ComparedWindow
 from lightning_parallel.strategies.module_device import set_module_device
 from lightning_parallel.strategies.plain_step import PlainSteps, StepValues
+from lightning_parallel.strategies.second_run import SecondRun
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _COPIES = 3
 """Number of times that parameters are held for the comparison: the copy, its gradients, and those of one microstep."""
-_TF32 = 2.0**-10
 CHECKS = ("auto", "first_step", "off")
 """Values of the argument `check`."""
 
@@ -50,50 +55,6 @@ def check_violations(check: str) -> list[str]:
     if check in CHECKS:
         return []
     return [f"check={check!r} is none of {', '.join(map(repr, CHECKS))}"]
-
-
-class ComparedStrategy(Protocol):
-    """A strategy of this package, as far as the comparison reads it."""
-
-    precision_plugin: Any
-
-    @property
-    def module(self) -> LightningModule:
-        """The user's module."""
-
-    @property
-    def degrees(self) -> Degrees:
-        """The resolved degrees."""
-
-    @property
-    def root_device(self) -> torch.device:
-        """This rank's device."""
-
-    @property
-    def replica_devices(self) -> list[torch.device]:
-        """The devices of this process."""
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this machine."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-
-    @property
-    def global_rank(self) -> int:
-        """This rank."""
-
-    @property
-    def updates_in_backward(self) -> bool:
-        """Whether parameters are updated while backward runs."""
-
-    def policies_for(self, module: LightningModule) -> Policies:
-        """The rules, with those that depend on `module`."""
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any, have decided so. A collective."""
 
 
 class FirstStep:
@@ -110,6 +71,7 @@ class FirstStep:
         self._check = check
         self._copy: PlainCopy | None = None
         self._window: ComparedWindow | None = None
+        self._layers: tuple[str, ...] = ()
         self._listening = ExitStack()
         self.is_paused = False
         """Whether steps are trials, which are undone, and in which memory is measured."""
@@ -119,7 +81,7 @@ class FirstStep:
         self.end()
         strategy, module = self._strategy, self._strategy.module
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._check == "off" or not is_fitting or _is_reference(strategy) or trainer.ckpt_path is not None:
+        if self._check == "off" or not is_fitting or is_reference(strategy) or trainer.ckpt_path is not None:
             return
         reason = self._unsupported(module)
         if not reason:
@@ -128,7 +90,8 @@ class FirstStep:
                 self._copy = PlainCopy(module, shared=shared, device=strategy.root_device)
             except NotCopyableError as error:
                 reason = str(error)
-        self._agree(reason)
+        if self._agree(reason):
+            self._layers = layers_with_parts(strategy)
 
     def _agree(self, reason: str) -> bool:
         """Whether no rank has a `reason` not to compare; else none does, as comparing is a collective. One itself."""
@@ -172,17 +135,31 @@ class FirstStep:
             kwargs: As `args`.
 
         Raises:
-            FirstStepError: If its loss or what it logs is not that of one process.
+            FirstStepError: If its loss, or what it logs or gives to metrics, is not that of one process.
         """
         if self._copy is None or self.is_paused or not self._is_compared(args, kwargs):
             return step(*args, **kwargs)
         assert self._window is not None
         window = self._window
-        values = StepValues()
+        values, state = StepValues(), RandomState.take(self._strategy.root_device)
         with values.of(self._strategy.module, passes_on=True):
             output = step(*args, **kwargs)
         values.take_loss(output)
-        self._decide(window.value_differences(values))
+        values.take_metrics(self._strategy.module)
+        again = SecondRun(
+            step=step,
+            args=args,
+            kwargs=kwargs,
+            plain=window.plain,
+            ours=values,
+            expected=window.expected,
+            state=state,
+            device=self._strategy.root_device,
+            waits=self._strategy.policies_for(self._strategy.module).shards,
+            layers=self._layers,
+            tolerance=window.tolerance,
+        )
+        self._decide(window.value_differences(values), again)
         return output
 
     def _is_compared(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -229,7 +206,7 @@ class FirstStep:
             self._window.add_gradients(self._strategy.module.trainer.accumulate_grad_batches)
 
     def before_update(self) -> None:
-        """Compare the gradients of the window. A collective.
+        """Compare the gradients of the window, and metrics over the ranks. A collective.
 
         Raises:
             FirstStepError: If they are not those of one process.
@@ -240,14 +217,19 @@ class FirstStep:
         group = getattr(self._strategy, "data_group", None)
         expected = window.averaged(group)
         ours = {name: _whole_gradient(p) for name, p in self._strategy.module.named_parameters() if name in expected}
-        self._decide([*window.hook_differences(), *window.gradient_differences(ours, expected)])
+        found = [*window.hook_differences(), *window.gradient_differences(ours, expected)]
+        self._decide([*found, *window.synced_differences(group)])
         if self._window is None:
             return
         rank_zero_info(window.summary(len(expected)))
         self.end()
 
-    def _decide(self, differences: list[str]) -> None:
+    def _decide(self, differences: list[str], again: SecondRun | None = None) -> None:
         """Go on if no rank has found a difference. A collective.
+
+        Args:
+            differences: Those of this rank.
+            again: The step, to see where it begins to differ.
 
         Raises:
             FirstStepError: In words on rank 0, which may not be the rank that has found it.
@@ -262,43 +244,16 @@ class FirstStep:
         if not any(each for each, _ in found):
             return
         self.end()
-        if _shares_samples(strategy) and any(draws for _, draws in found):
+        if shares_samples(strategy) and any(draws for _, draws in found):
             _tell_unchecked(
                 "it draws random numbers (dropout), which ranks that share samples draw for their parts, and differs"
             )
             return
         rank, first = next((rank, each) for rank, (each, _) in enumerate(found) if each)
+        where = _where(again, first)
         if strategy.global_rank != 0:
             raise FirstStepError("the first step differs from one process; rank 0 says how")
-        raise FirstStepError(_in_words(strategy, first, rank))
-
-
-def tolerance_of(strategy: ComparedStrategy) -> Tolerance:
-    """The distance that a step under `strategy` may have from one process: what the coarsest dtype in it allows."""
-    policies = strategy.policies_for(strategy.module)
-    if policies.layer.float8 not in (None, "none"):
-        return Tolerance(torch.finfo(torch.float8_e4m3fn).eps)
-    dtypes = {parameter.dtype for parameter in strategy.module.parameters() if parameter.is_floating_point()}
-    sharding = policies.sharding_dtypes.fsdp
-    dtypes |= {dtype for dtype in (sharding.param_dtype, sharding.reduce_dtype) if dtype is not None}
-    name = str(strategy.precision_plugin.precision)
-    if name.endswith("-mixed"):
-        dtypes.add(torch.bfloat16 if name.startswith("bf16") else torch.float16)
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    is_tf32 = strategy.root_device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return Tolerance(max(eps, _TF32) if is_tf32 else eps)
-
-
-def _is_reference(strategy: ComparedStrategy) -> bool:
-    """Whether nothing is done to the module, so that the step is that of one process by itself."""
-    is_one = strategy.world_size == 1 and len(strategy.replica_devices) == 1
-    return is_one and not strategy.policies_for(strategy.module).layer.are_on
-
-
-def _shares_samples(strategy: ComparedStrategy) -> bool:
-    """Whether several ranks compute the same samples together."""
-    degrees = strategy.degrees
-    return any(degree != 1 for degree in (degrees.context, degrees.tensor, degrees.pipeline))
+        raise FirstStepError(in_words(strategy, first, rank, where))
 
 
 def _make_ready(plain: LightningModule, strategy: ComparedStrategy) -> None:
@@ -325,17 +280,17 @@ def _whole_gradient(parameter: Tensor) -> Tensor:
     return whole(gradient, owners)
 
 
+def _where(again: SecondRun | None, differences: Sequence[str]) -> str:
+    """The module from which on a step differs, in words; empty where nobody knows. A collective."""
+    if again is None:
+        return ""
+    # First of all: should the second run fail, or never end, this has been said.
+    rank_zero_info(f"first step differs from one process: {'; '.join(differences)}. It runs once more, to see where")
+    try:
+        return again.first_difference()
+    except Exception:  # where others wait for this rank, its own error, which comes now, ends them
+        return ""
+
+
 def _tell_unchecked(reason: str) -> None:
     rank_zero_info(f"first step not compared with one process: {reason}")
-
-
-def _in_words(strategy: ComparedStrategy, differences: Sequence[str], rank: int) -> str:
-    degrees = (f"{each.name}={getattr(strategy.degrees, each.name)}" for each in fields(strategy.degrees))
-    given = ", ".join(each for each in degrees if not each.endswith("=1"))
-    where = "" if rank == 0 else f", as rank {rank} found"
-    return (
-        f"the first step under {type(strategy).__name__}({given}) is not that of one process{where}: "
-        f"{'; '.join(differences)}. Nothing was updated. The step does something that this strategy does not see "
-        "through, or the strategy is wrong: please report it then. Give another strategy, change that part of the "
-        "step, or give check='off' to train with other numbers than one process"
-    )

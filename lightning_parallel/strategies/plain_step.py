@@ -20,6 +20,7 @@ from lightning_parallel import _torch
 from lightning_parallel.module.object_state import CONTAINERS, ObjectState
 from lightning_parallel.ranks.dtensors import full_of
 from lightning_parallel.ranks.random_streams import RandomState, unchanged_generators
+from lightning_parallel.strategies.compared_metrics import MetricStates, follow_metrics, states_of_metrics
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -36,15 +37,21 @@ class StepValues:
     Args:
         loss: The loss; ``None`` where the step was skipped.
         logged: Name, and how many times it was logged before -> number, tensor or metric.
+        metrics: The states of metrics after it.
     """
 
     loss: Tensor | None = None
     logged: dict[tuple[str, int], Any] = field(default_factory=dict)
+    metrics: MetricStates = field(default_factory=dict)
 
     def take_loss(self, output: Any) -> None:
         """Note the loss in the `output` of a training step."""
         loss = output.get("loss") if isinstance(output, dict) else output
         self.loss = full_of(loss).detach().clone() if isinstance(loss, Tensor) else None
+
+    def take_metrics(self, module: LightningModule) -> None:
+        """Note the states that the metrics of `module` have now."""
+        self.metrics = states_of_metrics(module)
 
     @contextlib.contextmanager
     def of(self, module: LightningModule, *, passes_on: bool) -> Iterator[None]:
@@ -94,7 +101,7 @@ class PlainSteps:
         self.module = plain
         self._device = device
         self._precision: Precision = trainer.precision_plugin
-        self._originals = module
+        self.originals = module
         self.draws = False
         """Whether a step has drawn random numbers."""
         self.in_hooks = StepValues()
@@ -111,18 +118,34 @@ class PlainSteps:
         Returns:
             What the step has returned and logged, and the gradients of its loss by the name of the parameter.
         """
-        values, self.in_hooks = StepValues(), StepValues()
+        self.in_hooks = StepValues()
+        follow_metrics(self.module, self.originals)  # which hooks have reset since, or given something
         with self._alone():
-            before = RandomState.take(self._device)
-            with values.of(self.module, passes_on=False), self._precision.train_step_context():
-                output = self.module.training_step(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-            after = RandomState.take(self._device)
-            self.draws = self.draws or not _equal(before, after)
-            values.take_loss(output)
-            loss = output.get("loss") if isinstance(output, dict) else output
-            if isinstance(loss, Tensor):
+            values, loss = self._forward(args, kwargs)
+            if loss is not None:
                 self._backward(loss)
         return values, self.take_gradients()
+
+    def run_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> StepValues:
+        """A training step without backward, from the present random state, which stays as it is.
+
+        Args:
+            args: As those of `run`.
+            kwargs: The same.
+        """
+        with self._alone():
+            return self._forward(args, kwargs)[0]
+
+    def _forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[StepValues, Tensor | None]:
+        values, before = StepValues(), RandomState.take(self._device)
+        with values.of(self.module, passes_on=False), self._precision.train_step_context():
+            output = self.module.training_step(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        after = RandomState.take(self._device)
+        self.draws = self.draws or not _equal(before, after)
+        values.take_loss(output)
+        values.take_metrics(self.module)
+        loss = output.get("loss") if isinstance(output, dict) else output
+        return values, loss if isinstance(loss, Tensor) else None
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The gradients of the copy, by the first name of each parameter, which has none afterwards."""
@@ -144,6 +167,7 @@ class PlainSteps:
             parameter.grad = gradients.get(name)
         with self._alone(), self.in_hooks.of(self.module, passes_on=False):
             self.module.on_after_backward()
+        self.in_hooks.take_metrics(self.module)
         return self.take_gradients()
 
     def _backward(self, loss: Tensor) -> None:
@@ -156,7 +180,7 @@ class PlainSteps:
         """Let nothing be printed, warned, drawn or changed in the module itself, which closures may refer to."""
         attributes = [
             ObjectState(child, lambda name, value: type(value) in _KEPT and name not in _TABLES)
-            for child in self._originals.modules()
+            for child in self.originals.modules()
         ]
         with contextlib.ExitStack() as stack:
             stack.enter_context(unchanged_generators(self._device))

@@ -130,10 +130,14 @@ def _update_of(path: str, before: _Before) -> UpdatedMetric:
     for name in before.lists:
         kept = before.num_kept(name)
         lists[name] = kept, getattr(metric, name)[kept:]
-    numbers = {name: value for name, value in vars(metric).items() if type(value) in (bool, int, float, str)}
-    values = {**numbers, **{name: getattr(metric, name) for name in before.tensors}}
+    values = {**numbers_of(metric), **{name: getattr(metric, name) for name in before.tensors}}
     values, lists, last = tree_map_only(Tensor, _on_host, (values, lists, _lightning.last_value(metric)))
     return UpdatedMetric(path, values, lists, last)
+
+
+def numbers_of(metric: Metric) -> dict[str, Any]:
+    """The attributes of `metric` that are numbers or names, such as how often it was updated."""
+    return {name: value for name, value in vars(metric).items() if type(value) in (bool, int, float, str)}
 
 
 def _take_over(before: _Before, other: UpdatedMetric) -> None:

@@ -9,10 +9,14 @@ from contextlib import contextmanager
 from unittest import mock
 
 import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
 
+from lightning_parallel import FirstStepError, build_strategy, full_state_dict
 from lightning_parallel.strategies import first_step, planned_strategy
 from tests.data import batches
-from tests.parity import Outcome, train_module
+from tests.parity import Outcome, make_trainer, train_module
 
 SAYS = "first step"
 
@@ -63,3 +67,18 @@ def fit(
     with said() as lines, compared(check):
         outcome = train_module(make, batches(case, readers), strategy, num_ranks, **kwargs)  # type: ignore[arg-type]
     return outcome, lines
+
+
+def ends_before_an_update(make: Callable[[], L.LightningModule], strategy: str) -> str:
+    """The words of the error with which a fit ends; its weights are then those of before."""
+    module = make()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with compared():
+        trainer = make_trainer(build_strategy(strategy), 2)
+    with pytest.raises(FirstStepError) as caught:
+        trainer.fit(module, batches("byte_gpt", 1))
+    assert trainer.global_step == 0
+    after = full_state_dict(trainer)
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+    assert after or dist.get_rank() != 0
+    return str(caught.value)

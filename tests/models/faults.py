@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torchmetrics import SumMetric
 
 from tests.data import IGNORED
 from tests.models.cases import ByteGPT, next_token_loss
@@ -129,3 +130,88 @@ class FailsOnCopyOfRank0(ByteGPT):
         if self.global_rank == 0 and self.is_original != [id(self)]:
             raise RuntimeError("not the module itself")
         return super().training_step(batch, batch_idx)
+
+
+class CountsInHooks(ByteGPT):
+    """Gives numbers to metrics in hooks around backward: in one that the copy has, and in one that it has not.
+
+    Args:
+        optimizer: Its name.
+        twice: Whether the module itself counts twice, and its copy once.
+    """
+
+    def __init__(self, optimizer: str = "sgd", *, twice: bool = False) -> None:
+        super().__init__(optimizer)
+        self.twice, self.is_original = twice, [0]
+        self.counted, self.elsewhere = SumMetric(), SumMetric()
+
+    def on_train_start(self) -> None:
+        self.is_original = [id(self)]
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.elsewhere.update(5.0)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.counted.update(2.0 if self.twice and self.is_original == [id(self)] else 1.0)
+        self.elsewhere.update(1.0)
+
+    def on_after_backward(self) -> None:
+        self.counted.update(4.0)
+
+
+class CountsTwice(CountsInHooks):
+    """Counts twice in a hook."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer, twice=True)
+
+
+class _Scaled(nn.Module):
+    """A layer whose output is another one in the module that is trained than in a copy of it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.factor, self.is_original = layer, 1.0, [0]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.layer(hidden)
+        return result * self.factor if self.is_original == [id(self)] else result
+
+
+class OtherLayer(ByteGPT):
+    """Its second layer is another one than that of a plain copy."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.model.blocks = nn.ModuleList(map(_Scaled, self.model.blocks))
+        self.num_steps = 0
+
+    def on_train_start(self) -> None:
+        layer: Any = self.model.blocks[1]
+        layer.is_original, layer.factor = [id(layer)], -1.0
+
+
+class FailsInSecondRun(OtherLayer):
+    """Raises when the module itself, and not its copy, runs a second time, on one rank."""
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.is_original = [id(self)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        if self.is_original == [id(self)] and self.num_steps > 1 and self.global_rank == 1:
+            raise RuntimeError("not twice")
+        return super().training_step(batch, batch_idx)
+
+
+class OtherOnEachRun(OtherLayer):
+    """A loss that depends on how often the module itself has run."""
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.is_original = [id(self)]
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        self.num_steps += self.is_original == [id(self)]
+        return super().loss(tokens) * (1 + self.num_steps)

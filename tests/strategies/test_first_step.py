@@ -8,16 +8,15 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
-from lightning_parallel import FirstStepError, build_strategy, full_state_dict
+from lightning_parallel import build_strategy
 from lightning_parallel.callbacks.trials import isolated
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.differences import Tolerance, gradient_differences, value_difference
 from lightning_parallel.module.layer_check import LayerCheck
 from tests.data import batches
-from tests.jobs.first_steps import compared, fit, said
+from tests.jobs.first_steps import compared, ends_before_an_update, fit, said
 from tests.models.cases import GAN
 from tests.models.faults import (
     AnyHooks,
@@ -102,20 +101,6 @@ def test_a_loss_that_is_another_one_ends_the_fit(ranks: Any, make: Any, strategy
     assert words in found[0]
     assert "in place of" in found[0]
     assert found[1] == "the first step differs from one process; rank 0 says how"
-
-
-def ends_before_an_update(make: Any, strategy: str) -> str:
-    module = make()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    with compared():
-        trainer = make_trainer(build_strategy(strategy), 2)
-    with pytest.raises(FirstStepError) as caught:
-        trainer.fit(module, batches("byte_gpt", 1))
-    assert trainer.global_step == 0
-    after = full_state_dict(trainer)
-    assert all(torch.equal(value, before[name]) for name, value in after.items())
-    assert after or dist.get_rank() != 0
-    return str(caught.value)
 
 
 def without_the_layer_check(strategy: str) -> str:
