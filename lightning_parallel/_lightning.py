@@ -21,6 +21,7 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -138,6 +139,24 @@ def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> No
     `_optimizers_to_device`, since 1.8; waits for a public name.
     """
     _optimizers_to_device(optimizers, device)
+
+
+HANDED_OUT = "_lightning_optimizers"
+"""The attribute of strategies from which `LightningModule.optimizers` reads; since 1.6, waits for a public name."""
+
+
+def handed_out(optimizer: Optimizer, strategy: Any) -> LightningOptimizer:
+    """The wrapper of `optimizer` that a step sees under manual optimization.
+
+    Args:
+        optimizer: The optimizer.
+        strategy: What runs its steps.
+
+    `LightningOptimizer._strategy`, since 1.6; waits for an argument of the constructor.
+    """
+    wrapped = LightningOptimizer(optimizer)
+    wrapped._strategy = strategy
+    return wrapped
 
 
 def handles_unscaling(optimizer: Optimizer) -> bool:

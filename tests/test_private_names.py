@@ -57,6 +57,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "module": "lightning.pytorch.LightningModule",
         "strategy": "lightning.pytorch.strategies.ParallelStrategy",
         "trainer": "lightning.pytorch.Trainer",
+        "wrapped": "lightning.pytorch.core.optimizer.LightningOptimizer",
         "trainer._accelerator_connector": f"{CONNECTORS}accelerator_connector._AcceleratorConnector",
         "trainer._logger_connector": f"{CONNECTORS}logger_connector.logger_connector._LoggerConnector",
         "trainer.fit_loop": f"{LOOPS}fit_loop._FitLoop",
@@ -74,6 +75,7 @@ STRINGS = {
     "_lightning.py": (
         "lightning.pytorch.utilities.combined_loader.CombinedLoader",
         "lightning.pytorch.loggers.TensorBoardLogger",
+        "lightning.pytorch.strategies.Strategy",
         f"{LOOPS}training_epoch_loop._TrainingEpochLoop",
     ),
     "strategies/refusals.py": ("torch.Tensor", "torch.nn.Module"),

@@ -13,7 +13,10 @@ from lightning_parallel.module.differences import Tolerance
 from lightning_parallel.plan import Plan
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
+from lightning_parallel.ranks.memory import free_memory
 
+_COPIES = 3
+"""Number of times that parameters are held for the comparison: the copy, its gradients, and those of one microstep."""
 _TF32 = 2.0**-10
 
 
@@ -84,6 +87,27 @@ def is_reference(strategy: ComparedStrategy) -> bool:
     """Whether nothing is done to the module, so that the step is that of one process by itself."""
     is_one = strategy.world_size == 1 and len(strategy.replica_devices) == 1
     return is_one and not strategy.policies_for(strategy.module).layer.are_on
+
+
+def unsupported(strategy: ComparedStrategy, *, is_asked_for: bool) -> str:
+    """The reason for which a first step under `strategy` is not compared; empty if it is.
+
+    Args:
+        strategy: The strategy.
+        is_asked_for: Whether it is to be compared also where memory may not suffice.
+    """
+    if strategy.updates_in_backward:
+        return "optimizer_in_backward=True uses up each gradient as soon as it is there"
+    if not is_asked_for and not _fits(strategy):
+        return "the module does not fit on a rank beside itself; check='first_step' tries nevertheless"
+    return ""
+
+
+def _fits(strategy: ComparedStrategy) -> bool:
+    size = sum(parameter.numel() * parameter.itemsize for parameter in strategy.module.parameters())
+    device = strategy.root_device
+    sharers = strategy.num_processes if device.type == "cpu" else 1
+    return _COPIES * size <= free_memory(device) // max(1, sharers) // 2
 
 
 def shares_samples(strategy: ComparedStrategy) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_parallel.checkpoint.full_state import whole
 from lightning_parallel.module.differences import Tolerance, first_of, gradient_differences, value_difference
+from lightning_parallel.ranks.stage_owners import stage_owners_of
 from lightning_parallel.strategies.compared_metrics import (
     MetricStates,
     metric_differences,
@@ -35,12 +37,14 @@ class ComparedWindow:
     plain: PlainSteps
     tolerance: Tolerance
     num_backwards: int = 0
+    num_gradients: int = 0
+    ours: StepValues = field(default_factory=StepValues)
     expected: StepValues = field(default_factory=StepValues)
     _pending: dict[str, Tensor] = field(default_factory=dict)
     _gradients: dict[str, Tensor] = field(default_factory=dict)
     _factor: Tensor | float = 1.0
     _in_hooks: StepValues = field(default_factory=StepValues)
-    _losses: tuple[float, float] | None = None
+    losses: tuple[float, float] | None = None
     _metrics_at_backward: MetricStates = field(default_factory=dict)
 
     def take_plain_step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -52,9 +56,11 @@ class ComparedWindow:
         loss, expected = ours.loss, self.expected.loss
         found = []
         if not (apart := value_difference(loss, expected)) <= self.tolerance.value:
-            found.append(f"the loss is {_number(loss)} in place of {_number(expected)} ({apart:.1e} apart)")
-        elif self._losses is None and loss is not None and expected is not None:
-            self._losses = float(loss), float(expected)
+            found.append(
+                f"the loss is {number_in_words(loss)} in place of {number_in_words(expected)} ({apart:.1e} apart)"
+            )
+        elif self.losses is None and loss is not None and expected is not None:
+            self.losses = float(loss), float(expected)
         found += self._log_differences(ours, self.expected)
         return found + metric_differences(ours.metrics, self.expected.metrics, self.tolerance)
 
@@ -84,8 +90,12 @@ class ComparedWindow:
         for name in [*theirs, *(name for name in own if name not in theirs)]:
             value, reference = own.get(name), theirs.get(name)
             if not value_difference(value, reference) <= self.tolerance.value:
-                found.append(f"{name!r} is logged as {_number(value)} in place of {_number(reference)}")
+                found.append(f"{name!r} is logged as {number_in_words(value)} in place of {number_in_words(reference)}")
         return found
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which gradients are left as they are on each rank."""
+        return contextlib.nullcontext()
 
     def watch(self, loss: Tensor) -> None:
         """Watch the gradient of `loss`, once it has passed all hooks."""
@@ -105,12 +115,24 @@ class ComparedWindow:
             self._gradients[name] = self._gradients[name] + part if name in self._gradients else part
         self._pending = {}
 
-    @contextmanager
+    @contextlib.contextmanager
     def of_hooks(self, module: LightningModule) -> Iterator[None]:
         """Note what the hooks around a backward of `module` log, and the metrics before them."""
         self._in_hooks, self._metrics_at_backward = StepValues(), states_of_metrics(module)
         with self._in_hooks.of(module, passes_on=True):
             yield
+
+    def update_differences(self, group: dist.ProcessGroup | None) -> list[str]:
+        """Differences that show before the update, in words. A collective of all ranks.
+
+        Args:
+            group: The ranks that read different samples; ``None`` for one process.
+        """
+        expected = self.averaged(group)
+        self.num_gradients = len(expected)
+        ours = {name: whole_gradient(p) for name, p in self.plain.originals.named_parameters() if name in expected}
+        found = [*self.hook_differences(), *self.gradient_differences(ours, expected)]
+        return [*found, *self.synced_differences(group)]
 
     def averaged(self, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
         """The gradients of the window, averaged over the ranks that read different samples. A collective.
@@ -147,19 +169,31 @@ class ComparedWindow:
             + (f" (the step does not use {first_of(unused)})" if unused else "")
         ]
 
-    def summary(self, num_gradients: int) -> str:
+    @property
+    def extent(self) -> str:
+        """The part of the step that is compared, in words; empty for all of it."""
+        return ""
+
+    def summary(self) -> str:
         """The line that says that both are equal."""
-        losses = "" if self._losses is None else f"loss {self._losses[0]:.4f} = {self._losses[1]:.4f}, "
+        losses = "" if self.losses is None else f"loss {self.losses[0]:.4f} = {self.losses[1]:.4f}, "
         num_metrics = num_updated(self.plain.module)
         metrics = f", {num_metrics} metrics" if num_metrics else ""
-        return f"first step equals one process: {losses}{num_gradients} gradients{metrics}"
+        return f"first step equals one process{self.extent}: {losses}{self.num_gradients} gradients{metrics}"
+
+
+def whole_gradient(parameter: Tensor) -> Tensor:
+    """The whole gradient, on every rank; zeros where there is none. A collective."""
+    owners = stage_owners_of(parameter)
+    return whole(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad, owners)
 
 
 def _is_same(first: Tensor, second: Tensor | None) -> bool:
     return second is not None and first.shape == second.shape and torch.equal(first, second)
 
 
-def _number(value: Any) -> str:
+def number_in_words(value: Any) -> str:
+    """A logged value or loss, for an error."""
     if value is None:
         return "nothing"
     tensor = torch.as_tensor(value).detach()

@@ -8,10 +8,9 @@ the same values, leave metrics in the same states and end with the same gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
@@ -25,9 +24,8 @@ from lightning_parallel.checkpoint.full_state import whole
 from lightning_parallel.errors import FirstStepError
 from lightning_parallel.errors import check as refuse
 from lightning_parallel.module.plain_copy import NotCopyableError, PlainCopy
-from lightning_parallel.ranks.memory import free_memory
 from lightning_parallel.ranks.random_streams import RandomState
-from lightning_parallel.ranks.stage_owners import all_stage_owners, stage_owners_of
+from lightning_parallel.ranks.stage_owners import all_stage_owners
 from lightning_parallel.strategies.compared_strategy import (
     ComparedStrategy,
     in_words,
@@ -35,8 +33,10 @@ from lightning_parallel.strategies.compared_strategy import (
     layers_with_parts,
     shares_samples,
     tolerance_of,
+    unsupported,
 )
 from lightning_parallel.strategies.compared_window import ComparedWindow
+from lightning_parallel.strategies.manual_window import ManualWindow
 from lightning_parallel.strategies.module_device import set_module_device
 from lightning_parallel.strategies.plain_step import PlainSteps, StepValues
 from lightning_parallel.strategies.second_run import SecondRun
@@ -44,8 +44,6 @@ from lightning_parallel.strategies.second_run import SecondRun
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-_COPIES = 3
-"""Number of times that parameters are held for the comparison: the copy, its gradients, and those of one microstep."""
 CHECKS = ("auto", "first_step", "off")
 """Values of the argument `check`."""
 
@@ -83,7 +81,7 @@ class FirstStep:
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if self._check == "off" or not is_fitting or is_reference(strategy) or trainer.ckpt_path is not None:
             return
-        reason = self._unsupported(module)
+        reason = unsupported(strategy, is_asked_for=self._check == "first_step")
         if not reason:
             shared = [trainer, strategy, *_groups_of(module)]
             try:
@@ -97,24 +95,8 @@ class FirstStep:
         """Whether no rank has a `reason` not to compare; else none does, as comparing is a collective. One itself."""
         if self._strategy.reduce_boolean_decision(not reason):
             return True
-        self.end()
-        _tell_unchecked(reason or "another rank cannot")
+        self._leave(reason or "another rank cannot")
         return False
-
-    def _unsupported(self, module: LightningModule) -> str:
-        if not module.automatic_optimization:
-            return "manual optimization updates inside of the step"
-        if self._strategy.updates_in_backward:
-            return "optimizer_in_backward=True uses up each gradient as soon as it is there"
-        if self._check == "auto" and not self._fits(module):
-            return "the module does not fit on a rank beside itself; check='first_step' tries nevertheless"
-        return ""
-
-    def _fits(self, module: LightningModule) -> bool:
-        size = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
-        device = self._strategy.root_device
-        sharers = self._strategy.num_processes if device.type == "cpu" else 1
-        return _COPIES * size <= free_memory(device) // max(1, sharers) // 2
 
     def note(self) -> None:
         """Note the module as the strategy has made it: what changes from here on, the user's hooks change."""
@@ -140,41 +122,50 @@ class FirstStep:
         if self._copy is None or self.is_paused or not self._is_compared(args, kwargs):
             return step(*args, **kwargs)
         assert self._window is not None
-        window = self._window
-        values, state = StepValues(), RandomState.take(self._strategy.root_device)
-        with values.of(self._strategy.module, passes_on=True):
+        window, strategy, values = self._window, self._strategy, StepValues()
+        window.ours, state = values, RandomState.take(strategy.root_device)
+        with values.of(strategy.module, passes_on=True):
             output = step(*args, **kwargs)
         values.take_loss(output)
-        values.take_metrics(self._strategy.module)
+        values.take_metrics(strategy.module)
+        if isinstance(window, ManualWindow):
+            self._end_manual(window)
+            return output
         again = SecondRun(
-            step=step,
-            args=args,
-            kwargs=kwargs,
-            plain=window.plain,
-            ours=values,
-            expected=window.expected,
-            state=state,
-            device=self._strategy.root_device,
-            waits=self._strategy.policies_for(self._strategy.module).shards,
-            layers=self._layers,
-            tolerance=window.tolerance,
+            step=step, args=args, kwargs=kwargs, window=window, state=state, strategy=strategy, layers=self._layers
         )
         self._decide(window.value_differences(values), again)
         return output
 
+    def _end_manual(self, window: ManualWindow) -> None:
+        """Compare the rest of a step that has updated nothing; one that updates has been compared before. A collective.
+
+        Raises:
+            FirstStepError: If its values are not those of one process.
+        """
+        if self._window is not window:
+            return
+        # All ranks alike: one that has seen an update would be here no more.
+        if not self._strategy.reduce_boolean_decision(not window.has_missed_update):
+            self._leave("the step updates through optimizers that Lightning has not wrapped")
+            return
+        self._decide(window.value_differences(window.ours))
+
+    def _leave(self, reason: str) -> None:
+        """Compare nothing."""
+        self.end()
+        _tell_unchecked(reason)
+
+    def held(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients are left as they are on each rank."""
+        return nullcontext() if self._window is None else self._window.held()
+
     def _is_compared(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Run the step on the copy. False if some rank could not. A collective."""
         assert self._copy is not None
-        if self._window is None:
-            reason = ""
-            try:
-                if any(isinstance(each, Iterator) for each in (*args, *kwargs.values())):
-                    raise NotCopyableError("the step takes an iterator, which gives each batch once")
-                self._copy.follow(self._strategy.module)
-            except NotCopyableError as error:
-                reason = str(error)
-            if not self._agree(reason):  # before the collectives of `fill`
-                return False
+        # Before the collectives of `fill`.
+        if self._window is None and not self._agree(_not_followed(self._copy, self._strategy.module, args, kwargs)):
+            return False
         reason = ""
         try:
             if self._window is None:
@@ -191,7 +182,8 @@ class FirstStep:
         assert isinstance(plain, LightningModule)
         _make_ready(plain, strategy)
         steps = PlainSteps(module, plain, module.trainer, strategy.root_device)
-        return ComparedWindow(steps, tolerance_of(strategy))
+        window = ComparedWindow if module.automatic_optimization else ManualWindow
+        return window(steps, tolerance_of(strategy))
 
     def before_backward(self, loss: Tensor) -> None:
         """Watch by what the gradient of `loss` is multiplied: by the loss scale, or by weights of a callback."""
@@ -212,16 +204,15 @@ class FirstStep:
             FirstStepError: If they are not those of one process.
         """
         window = self._window
-        if window is None or window.num_backwards == 0:
+        if window is None or self.is_paused or (window.num_backwards == 0 and not isinstance(window, ManualWindow)):
             return
-        group = getattr(self._strategy, "data_group", None)
-        expected = window.averaged(group)
-        ours = {name: _whole_gradient(p) for name, p in self._strategy.module.named_parameters() if name in expected}
-        found = [*window.hook_differences(), *window.gradient_differences(ours, expected)]
-        self._decide([*found, *window.synced_differences(group)])
+        if window.num_backwards == 0:
+            self._leave("the step calls backward by itself, and not manual_backward")
+            return
+        self._decide(window.update_differences(getattr(self._strategy, "data_group", None)))
         if self._window is None:
             return
-        rank_zero_info(window.summary(len(expected)))
+        rank_zero_info(window.summary())
         self.end()
 
     def _decide(self, differences: list[str], again: SecondRun | None = None) -> None:
@@ -256,6 +247,17 @@ class FirstStep:
         raise FirstStepError(in_words(strategy, first, rank, where))
 
 
+def _not_followed(copy: PlainCopy, module: LightningModule, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """The reason for which `copy` cannot follow `module` into a step with these arguments; empty if it does."""
+    if any(isinstance(each, Iterator) for each in (*args, *kwargs.values())):
+        return "the step takes an iterator, which gives each batch once"
+    try:
+        copy.follow(module)
+    except NotCopyableError as error:
+        return str(error)
+    return ""
+
+
 def _make_ready(plain: LightningModule, strategy: ComparedStrategy) -> None:
     """Do to a plain copy what one process would do to the module, too."""
     set_module_device(plain, strategy.root_device)
@@ -268,16 +270,6 @@ def _groups_of(module: LightningModule) -> list[object]:
     """Process groups and meshes, of which there are no copies."""
     found = [value for value in vars(module).values() if isinstance(value, DeviceMesh | dist.ProcessGroup)]
     return [*found, *(m.process_group for m in module.modules() if getattr(m, "process_group", None) is not None)]
-
-
-def _whole_gradient(parameter: Tensor) -> Tensor:
-    """The whole gradient, on every rank; zeros where there is none. A collective."""
-    gradient = parameter.grad
-    owners = stage_owners_of(parameter)
-    if gradient is None:
-        local = torch.zeros_like(parameter)
-        return whole(local, owners)
-    return whole(gradient, owners)
 
 
 def _where(again: SecondRun | None, differences: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ import copy
 import io
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from lightning_parallel.module.object_state import CONTAINERS, ObjectState
 from lightning_parallel.ranks.dtensors import full_of
 from lightning_parallel.ranks.random_streams import RandomState, unchanged_generators
 from lightning_parallel.strategies.compared_metrics import MetricStates, follow_metrics, states_of_metrics
+from lightning_parallel.strategies.plain_optimizers import FirstUpdate, PlainOptimizers, StillScheduler
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -38,11 +39,15 @@ class StepValues:
         loss: The loss; ``None`` where the step was skipped.
         logged: Name, and how many times it was logged before -> number, tensor or metric.
         metrics: The states of metrics after it.
+        losses: Under manual optimization, what `manual_backward` was given.
+        updates: Whether it has ended where the copy would update parameters.
     """
 
     loss: Tensor | None = None
     logged: dict[tuple[str, int], Any] = field(default_factory=dict)
     metrics: MetricStates = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+    updates: bool = False
 
     def take_loss(self, output: Any) -> None:
         """Note the loss in the `output` of a training step."""
@@ -106,7 +111,10 @@ class PlainSteps:
         """Whether a step has drawn random numbers."""
         self.in_hooks = StepValues()
         """The values that hooks around the last backward have logged."""
-        plain.trainer = _QuietTrainer(trainer)  # type: ignore[assignment]
+        is_manual = not module.automatic_optimization
+        self._optimizers = PlainOptimizers(trainer, module, plain) if is_manual else None
+        others = {} if self._optimizers is None else self._optimizers.of_trainer
+        plain.trainer = _QuietTrainer(trainer, others)  # type: ignore[assignment]
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[StepValues, dict[str, Tensor]]:
         """Forward and backward of one training step, from the present random state, which stays as it is.
@@ -121,10 +129,26 @@ class PlainSteps:
         self.in_hooks = StepValues()
         follow_metrics(self.module, self.originals)  # which hooks have reset since, or given something
         with self._alone():
+            if self._optimizers is not None:
+                return self._run_to_update(self._optimizers, args, kwargs)
             values, loss = self._forward(args, kwargs)
             if loss is not None:
                 self._backward(loss)
         return values, self.take_gradients()
+
+    def _run_to_update(
+        self, optimizers: PlainOptimizers, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[StepValues, dict[str, Tensor]]:
+        """A step that calls backward by itself, up to its first update; gradients stay for the next one."""
+        optimizers.begin()
+        values, _ = self._forward(args, kwargs)
+        values.losses = optimizers.losses
+        return values, optimizers.gradients
+
+    @property
+    def scales_alike(self) -> bool:
+        """Whether gradients of the copy are multiplied by nothing that the step has given to `manual_backward`."""
+        return self._optimizers is None or self._optimizers.scales_alike
 
     def run_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> StepValues:
         """A training step without backward, from the present random state, which stays as it is.
@@ -137,9 +161,12 @@ class PlainSteps:
             return self._forward(args, kwargs)[0]
 
     def _forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[StepValues, Tensor | None]:
-        values, before = StepValues(), RandomState.take(self._device)
+        values, before, output = StepValues(), RandomState.take(self._device), None
         with values.of(self.module, passes_on=False), self._precision.train_step_context():
-            output = self.module.training_step(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+            try:
+                output = self.module.training_step(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+            except FirstUpdate:
+                values.updates = True
         after = RandomState.take(self._device)
         self.draws = self.draws or not _equal(before, after)
         values.take_loss(output)
@@ -196,10 +223,15 @@ class PlainSteps:
 
 
 class _QuietTrainer:
-    """A trainer that logs nowhere, and takes what is set on it for itself."""
+    """A trainer that logs nowhere, and takes what is set on it for itself.
 
-    def __init__(self, trainer: Trainer) -> None:
-        vars(self)["_trainer"] = trainer
+    Args:
+        trainer: The real one.
+        others: Attributes that it has in place of the real ones.
+    """
+
+    def __init__(self, trainer: Trainer, others: Mapping[str, Any]) -> None:
+        vars(self).update(others, _trainer=trainer)
 
     def __getattr__(self, name: str) -> Any:
         trainer = vars(self)["_trainer"]
@@ -207,6 +239,8 @@ class _QuietTrainer:
             return [DummyLogger() for _ in trainer.loggers]
         if name == "logger":
             return DummyLogger() if trainer.loggers else None
+        if name == "lr_scheduler_configs":
+            return [replace(each, scheduler=StillScheduler(each.scheduler)) for each in trainer.lr_scheduler_configs]
         return getattr(trainer, name)
 
 

@@ -181,7 +181,7 @@ class PlannedStrategy(ParallelStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with self.steps.held():
+        with self.steps.held(), self.first_step.held():
             yield
 
     @override

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_parallel.module.differences import Tolerance, value_difference
+from lightning_parallel.module.differences import value_difference
 from lightning_parallel.module.output_sketches import OutputSketches, first_difference
 from lightning_parallel.ranks.random_streams import RandomState
-from lightning_parallel.strategies.plain_step import PlainSteps, StepValues
+from lightning_parallel.strategies.compared_strategy import ComparedStrategy
+from lightning_parallel.strategies.compared_window import ComparedWindow
+from lightning_parallel.strategies.plain_step import StepValues
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,27 +25,19 @@ class SecondRun:
         step: Runs the training step of the parallel module.
         args: Its arguments.
         kwargs: As `args`.
-        plain: The steps of the copy.
-        ours: What the first run of the module has returned.
-        expected: The same of the copy.
-        state: The random state before the first run.
-        device: The device of both.
-        waits: Whether ranks wait for each other in the midst of a step.
+        window: The values of the first run, of the module and of its copy.
+        state: The random state before it.
+        strategy: The strategy.
         layers: Paths of layers inside of which ranks have parts of values.
-        tolerance: How far outputs may be apart.
     """
 
     step: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    plain: PlainSteps
-    ours: StepValues
-    expected: StepValues
+    window: ComparedWindow
     state: RandomState
-    device: torch.device
-    waits: bool
+    strategy: ComparedStrategy
     layers: Collection[str]
-    tolerance: Tolerance
 
     def first_difference(self) -> str:
         """The first module whose output differs, in words; empty where that is not known. A collective of all ranks.
@@ -54,7 +48,7 @@ class SecondRun:
         try:
             verdicts = self._verdicts()
         except Exception:
-            if self.waits:
+            if self.strategy.policies_for(self.strategy.module).shards:  # whose ranks wait for each other in a step
                 raise
             verdicts = None
         found = [verdicts]
@@ -66,16 +60,17 @@ class SecondRun:
 
     def _verdicts(self) -> dict[str, float | None] | None:
         """The distances of outputs by path; ``None`` where a second run has another loss than the first one."""
-        plain, values = self.plain, StepValues()
+        window, device, values = self.window, self.strategy.root_device, StepValues()
+        plain, tolerance = window.plain, window.tolerance
         own, theirs = OutputSketches(plain.originals, self.layers), OutputSketches(plain.module, self.layers)
-        self.state.restore(self.device)
+        self.state.restore(device)
         # Compiled code calls no hooks inside of layers.
         with own.taken(), values.of(plain.originals, passes_on=False), torch.compiler.set_stance("force_eager"):
             values.take_loss(self.step(*self.args, **self.kwargs))
-        self.state.restore(self.device)
+        self.state.restore(device)
         with theirs.taken():
             repeated = plain.run_forward(self.args, dict(self.kwargs))
-        pairs = [(values.loss, self.ours.loss), (repeated.loss, self.expected.loss)]
-        if not all(value_difference(*pair) <= self.tolerance.value for pair in pairs):
+        pairs = [(values.loss, window.ours.loss), (repeated.loss, window.expected.loss)]
+        if not all(value_difference(*pair) <= tolerance.value for pair in pairs):
             return None
-        return own.verdicts(theirs, self.tolerance)
+        return own.verdicts(theirs, tolerance)

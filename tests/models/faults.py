@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import SumMetric
 
 from tests.data import IGNORED
-from tests.models.cases import ByteGPT, next_token_loss
+from tests.models.cases import ByteGPT, next_token_loss, optimizer_of
 
 
 class SumOfSamples(ByteGPT):
@@ -215,3 +216,52 @@ class OtherOnEachRun(OtherLayer):
     def loss(self, tokens: Tensor) -> Tensor:
         self.num_steps += self.is_original == [id(self)]
         return super().loss(tokens) * (1 + self.num_steps)
+
+
+class ManualStep(OtherLayer):
+    """Manual optimization, with a scheduler that steps in each batch before the update.
+
+    Args:
+        optimizer: Its name.
+        kind: ``"wrapped"``, ``"raw"`` or ``"closure"`` for the optimizer that updates, ``"backward"`` for a backward
+            that nobody hears of.
+        is_other: Whether a layer is another one than in a copy.
+    """
+
+    def __init__(self, optimizer: str = "sgd", *, kind: str = "wrapped", is_other: bool = False) -> None:
+        super().__init__(optimizer)
+        self.automatic_optimization = False
+        self.kind, self.is_other = kind, is_other
+
+    def on_train_start(self) -> None:
+        if self.is_other:
+            super().on_train_start()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers(use_pl_optimizer=self.kind != "raw")
+        schedule: Any = self.lr_schedulers()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that nothing is updated before it
+            schedule.step()
+        loss = self.loss(*batch)
+        self.log("train_loss", loss)
+
+        def closure() -> None:
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+
+        if self.kind == "closure":
+            optimizer.step(closure)
+        elif self.kind == "backward":
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        else:
+            closure()
+            self.clip_gradients(optimizer, gradient_clip_val=1e-4, gradient_clip_algorithm="value")
+            optimizer.step()
+        return loss.detach()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = optimizer_of(self.optimizer_name, self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
