@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_parallel.checkpoint.full_state import whole
@@ -42,6 +43,7 @@ class ComparedWindow:
     expected: StepValues = field(default_factory=StepValues)
     _pending: dict[str, Tensor] = field(default_factory=dict)
     _gradients: dict[str, Tensor] = field(default_factory=dict)
+    _used: set[str] = field(default_factory=set)
     _factor: Tensor | float = 1.0
     _in_hooks: StepValues = field(default_factory=StepValues)
     losses: tuple[float, float] | None = None
@@ -66,7 +68,9 @@ class ComparedWindow:
 
     def hook_differences(self) -> list[str]:
         """Differences in what hooks around the last backward have logged, and given to metrics, in words."""
-        found = self._log_differences(self._in_hooks, self.plain.in_hooks)
+        # Without what only the real step has logged: callbacks do, which do not run on the copy.
+        logged = {key: value for key, value in self._in_hooks.logged.items() if key in self.plain.in_hooks.logged}
+        found = self._log_differences(StepValues(logged=logged), self.plain.in_hooks)
         before, after = self.expected.metrics, self.plain.in_hooks.metrics
         updated = {
             path: states
@@ -107,13 +111,25 @@ class ComparedWindow:
         if loss.grad_fn is not None:
             loss.grad_fn.register_prehook(note)
 
-    def add_gradients(self, num_microsteps: int) -> None:
-        """Add the gradients of the copy's last step, multiplied as the real ones were."""
+    def add_gradients(self, group: dist.ProcessGroup | None) -> None:
+        """Add the gradients of the copy's last step, multiplied as the real ones were. A collective if hooks see them.
+
+        Args:
+            group: The ranks that read different samples; ``None`` for one process.
+        """
         self.num_backwards += 1
         for name, gradient in self._pending.items():
-            part = gradient * (self._factor / num_microsteps)
+            part = gradient * self._factor
             self._gradients[name] = self._gradients[name] + part if name in self._gradients else part
+        self._used |= self._pending.keys()
         self._pending = {}
+        if self.has_hook:  # in each microstep, of all gradients so far
+            self._gradients = self.averaged(group)
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether the module changes, logs or counts something behind each backward."""
+        return is_overridden("on_after_backward", self.plain.originals)
 
     @contextlib.contextmanager
     def of_hooks(self, module: LightningModule) -> Iterator[None]:
@@ -128,14 +144,14 @@ class ComparedWindow:
         Args:
             group: The ranks that read different samples; ``None`` for one process.
         """
-        expected = self.averaged(group)
+        expected = self._gradients if self.has_hook else self.averaged(group)
         self.num_gradients = len(expected)
         ours = {name: whole_gradient(p) for name, p in self.plain.originals.named_parameters() if name in expected}
         found = [*self.hook_differences(), *self.gradient_differences(ours, expected)]
         return [*found, *self.synced_differences(group)]
 
     def averaged(self, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-        """The gradients of the window, averaged over the ranks that read different samples. A collective.
+        """The gradients so far, averaged over the ranks that read different samples, and given to hooks. A collective.
 
         Args:
             group: Those ranks; ``None`` for one process.
@@ -162,7 +178,7 @@ class ComparedWindow:
         if not found:
             return []
         name, apart = next(iter(found.items()))
-        unused = [name for name in expected if name not in self._gradients]
+        unused = [name for name in expected if name not in self._used]
         return [
             f"{len(found)} of {len(expected)} gradients differ, that of {name!r} by {apart:.1e} of its norm (at most "
             f"{self.tolerance.gradient:.0e} is rounding): {first_of(list(found))}"

@@ -192,10 +192,10 @@ class FirstStep:
             self._listening.enter_context(self._window.of_hooks(self._strategy.module))
 
     def after_backward(self) -> None:
-        """Add the gradients of the copy to those of the window."""
+        """Add the gradients of the copy to those of the window. A collective if hooks see them."""
         self._listening.close()
         if self._window is not None:
-            self._window.add_gradients(self._strategy.module.trainer.accumulate_grad_batches)
+            self._window.add_gradients(self._data_group)
 
     def before_update(self) -> None:
         """Compare the gradients of the window, and metrics over the ranks. A collective.
@@ -209,11 +209,18 @@ class FirstStep:
         if window.num_backwards == 0:
             self._leave("the step calls backward by itself, and not manual_backward")
             return
-        self._decide(window.update_differences(getattr(self._strategy, "data_group", None)))
+        found = window.update_differences(self._data_group)
+        if not self._agree(window.plain.failure):
+            return
+        self._decide(found)
         if self._window is None:
             return
         rank_zero_info(window.summary())
         self.end()
+
+    @property
+    def _data_group(self) -> dist.ProcessGroup | None:
+        return getattr(self._strategy, "data_group", None)
 
     def _decide(self, differences: list[str], again: SecondRun | None = None) -> None:
         """Go on if no rank has found a difference. A collective.

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
@@ -51,7 +50,7 @@ class ManualWindow(ComparedWindow):
         self.ours.losses.append(loss.detach().clone())
 
     @override
-    def add_gradients(self, num_microsteps: int) -> None:
+    def add_gradients(self, group: dist.ProcessGroup | None) -> None:
         self.num_backwards += 1
         factor = self._factor
         self._factors.append(float(factor) if not isinstance(factor, Tensor) or factor.numel() == 1 else math.nan)
@@ -63,7 +62,7 @@ class ManualWindow(ComparedWindow):
     def value_differences(self, ours: StepValues) -> list[str]:
         # Hooks and callbacks around backward log and count inside of the step, and not all of them run on the copy.
         logged = {key: value for key, value in ours.logged.items() if key in self.expected.logged}
-        metrics = {} if self._hooks_after_backward else ours.metrics
+        metrics = {} if self.has_hook else ours.metrics
         found = super().value_differences(StepValues(ours.loss, logged, metrics))
         if len(ours.losses) != len(self.expected.losses):
             found.append(
@@ -80,6 +79,7 @@ class ManualWindow(ComparedWindow):
     @override
     def update_differences(self, group: dist.ProcessGroup | None) -> list[str]:
         self.ours.take_metrics(self.plain.originals)
+        self._used |= self._pending.keys()
         self._gradients = {name: gradient * self._factors[-1] for name, gradient in self._pending.items()}
         expected = self.averaged(group)  # on all ranks, also if this one has nothing to compare
         found = [] if self.expected.updates else ["the step updates parameters, and that of one process does not"]
@@ -95,11 +95,7 @@ class ManualWindow(ComparedWindow):
         return " up to its first update"
 
     @property
-    def _hooks_after_backward(self) -> bool:
-        return is_overridden("on_after_backward", self.plain.originals)
-
-    @property
     def _is_one_sum(self) -> bool:
         """Whether gradients are those of the copy, multiplied by one number and given to the hook once."""
-        is_one = len(self._factors) == 1 or not self._hooks_after_backward
+        is_one = len(self._factors) == 1 or not self.has_hook
         return is_one and len(set(self._factors)) == 1 and math.isfinite(self._factors[0]) and self.plain.scales_alike

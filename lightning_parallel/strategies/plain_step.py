@@ -111,6 +111,8 @@ class PlainSteps:
         """Whether a step has drawn random numbers."""
         self.in_hooks = StepValues()
         """The values that hooks around the last backward have logged."""
+        self.failure = ""
+        """The error of a hook behind backward, which may take the gradients of shards for granted; empty without."""
         is_manual = not module.automatic_optimization
         self._optimizers = PlainOptimizers(trainer, module, plain) if is_manual else None
         others = {} if self._optimizers is None else self._optimizers.of_trainer
@@ -193,11 +195,16 @@ class PlainSteps:
         for name, parameter in self.module.named_parameters():
             parameter.grad = gradients.get(name)
         with self._alone(), self.in_hooks.of(self.module, passes_on=False):
-            self.module.on_after_backward()
+            try:
+                self.module.on_after_backward()
+            except Exception as error:  # of the user's code; the real hook has raised none
+                self.failure = f"on_after_backward of a plain copy of the module raised {type(error).__name__}: {error}"
         self.in_hooks.take_metrics(self.module)
         return self.take_gradients()
 
     def _backward(self, loss: Tensor) -> None:
+        if (num_microsteps := self.module.trainer.accumulate_grad_batches) > 1:
+            loss = loss / num_microsteps  # as Lightning does, before hooks
         with self.in_hooks.of(self.module, passes_on=False):
             self.module.on_before_backward(loss)
             self.module.backward(loss)

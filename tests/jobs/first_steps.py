@@ -69,12 +69,12 @@ def fit(
     return outcome, lines
 
 
-def ends_before_an_update(make: Callable[[], L.LightningModule], strategy: str) -> str:
+def ends_before_an_update(make: Callable[[], L.LightningModule], strategy: str, **kwargs: object) -> str:
     """The words of the error with which a fit ends; its weights are then those of before."""
     module = make()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with compared():
-        trainer = make_trainer(build_strategy(strategy), 2)
+        trainer = make_trainer(build_strategy(strategy), 2, **kwargs)
     with pytest.raises(FirstStepError) as caught:
         trainer.fit(module, batches("byte_gpt", 1))
     assert trainer.global_step == 0

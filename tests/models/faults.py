@@ -85,6 +85,14 @@ class AnyHooks(ByteGPT):
                 parameter.grad.mul_(0.5)
 
 
+class ReadsShards(ByteGPT):
+    """A hook that knows nothing but shards."""
+
+    def on_after_backward(self) -> None:
+        gradient: Any = self.model.head.weight.grad
+        gradient.to_local()
+
+
 class WithDropout(ByteGPT):
     """Draws random numbers in its layers."""
 

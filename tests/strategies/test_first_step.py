@@ -24,6 +24,7 @@ from tests.models.faults import (
     GrowsOnRank0,
     LogsOneParameter,
     PenaltyOfLayers,
+    ReadsShards,
     SumOfSamples,
     UnevenLabels,
     WithDropout,
@@ -85,6 +86,39 @@ def test_hooks_run_on_the_copy_and_leave_nothing(ranks: Any, name: str) -> None:
     outcome, lines = run(ranks, AnyHooks, "byte_gpt", name)
     assert lines[0].startswith("first step equals one process")
     assert worst(outcome, once(train_module, AnyHooks, batches("byte_gpt", 1), "auto", 1)) < TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", ["ddp_custom", "fsdp_custom:accumulation_sync=every"])
+def test_hooks_see_each_backward_of_a_window(ranks: Any, strategy: str) -> None:
+    _, lines = run(ranks, AnyHooks, "byte_gpt", strategy, accumulate_grad_batches=2)
+    assert lines[0].startswith("first step equals one process")
+
+
+class LogsBehindBackward(Callback):
+    """Logs through the module, as a hook of it would."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.log("behind", 1.0)
+
+
+def test_what_callbacks_log_is_not_compared(ranks: Any) -> None:
+    _, lines = run(ranks, AnyHooks, "byte_gpt", "ddp_custom", watching=[LogsBehindBackward()])
+    assert lines[0].startswith("first step equals one process")
+
+
+def test_hooks_that_find_no_gradients_end_the_fit(ranks: Any) -> None:
+    """Gradients that are held until the last backward are not halved by a hook behind the first one."""
+    words = ranks(2).run(
+        ends_before_an_update, AnyHooks, "fsdp_custom:accumulation_sync=last", accumulate_grad_batches=2
+    )
+    assert "gradients differ" in words[0]
+    assert "is logged" not in words[0]
+
+
+def test_a_hook_that_fails_on_the_copy_is_no_error(ranks: Any) -> None:
+    _, lines = run(ranks, ReadsShards, "byte_gpt", "fsdp_custom")
+    assert len(lines) == 1
+    assert "not compared with one process: on_after_backward of a plain copy of the module raised Attrib" in lines[0]
 
 
 @pytest.mark.parametrize(
