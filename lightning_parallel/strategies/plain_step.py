@@ -17,6 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_parallel import _torch
+from lightning_parallel.module.held_objects import HeldObjects
 from lightning_parallel.module.object_state import CONTAINERS, ObjectState
 from lightning_parallel.ranks.dtensors import full_of
 from lightning_parallel.ranks.random_streams import RandomState, unchanged_generators
@@ -130,7 +131,7 @@ class PlainSteps:
         """
         self.in_hooks = StepValues()
         follow_metrics(self.module, self.originals)  # which hooks have reset since, or given something
-        with self._alone():
+        with self._alone(), self._apart():
             if self._optimizers is not None:
                 return self._run_to_update(self._optimizers, args, kwargs)
             values, loss = self._forward(args, kwargs)
@@ -164,13 +165,14 @@ class PlainSteps:
 
     def _forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[StepValues, Tensor | None]:
         values, before, output = StepValues(), RandomState.take(self._device), None
+        held = HeldObjects(self.module.modules())  # with generators of its own
         with values.of(self.module, passes_on=False), self._precision.train_step_context():
             try:
                 output = self.module.training_step(*copy.deepcopy(args), **copy.deepcopy(kwargs))
             except FirstUpdate:
                 values.updates = True
         after = RandomState.take(self._device)
-        self.draws = self.draws or not _equal(before, after)
+        self.draws = self.draws or held.has_drawn or not _equal(before, after)
         values.take_loss(output)
         values.take_metrics(self.module)
         loss = output.get("loss") if isinstance(output, dict) else output
@@ -227,6 +229,19 @@ class PlainSteps:
             finally:
                 for each in attributes:
                     each.restore(keeps_new=False)
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Refuse gradients of the module itself, to which functions may refer that the copy shares with it."""
+        before = [(parameter, parameter.grad) for parameter in self.originals.parameters()]
+        try:
+            yield
+        finally:
+            mixed = [parameter for parameter, gradient in before if parameter.grad is not gradient]
+            for parameter, gradient in before:
+                parameter.grad = gradient
+        if mixed:
+            raise RuntimeError(f"its step uses {len(mixed)} parameters of the module itself")
 
 
 class _QuietTrainer:

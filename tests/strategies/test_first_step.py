@@ -29,7 +29,9 @@ from tests.models.faults import (
     UnevenLabels,
     WithDropout,
 )
+from tests.models.losses import OwnGenerator
 from tests.models.tables import MODULES
+from tests.models.user_code import Adapted
 from tests.names import num_ranks, num_readers
 from tests.parity import TOLERANCE, make_trainer, once, train_module, worst
 
@@ -168,6 +170,19 @@ def test_random_numbers_of_shared_samples_are_not_compared(ranks: Any) -> None:
     assert len(lines) == 1
     assert "not compared" in lines[0]
     assert "random" in lines[0]
+
+
+def test_random_numbers_of_own_generators_are_random_too(ranks: Any) -> None:
+    _, lines = run(ranks, OwnGenerator, "byte_gpt", "pp_custom")
+    assert len(lines) == 1
+    assert "random" in lines[0]
+
+
+def test_a_copy_whose_functions_belong_to_the_module_is_not_compared(ranks: Any) -> None:
+    outcome, lines = run(ranks, Adapted, "byte_gpt", "ddp_custom")
+    assert len(lines) == 1
+    assert "its step uses 6 parameters of the module itself" in lines[0]
+    assert worst(outcome, once(train_module, Adapted, batches("byte_gpt", 1), "auto", 1)) < TOLERANCE
 
 
 @pytest.mark.parametrize(
