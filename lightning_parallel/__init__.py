@@ -43,7 +43,7 @@ register()
 
 
 def __getattr__(name: str) -> Any:
-    """Import the command line, and jsonargparse with it, where they are asked for: half of the import's time."""
+    """Import the command line, and jsonargparse with it, when it is asked for: nothing else needs them."""
     if name == "LightningCLI":
         from lightning_parallel.cli.lightning_cli import LightningCLI
 

@@ -27,7 +27,8 @@ class Verify(Callback):
     statistics do under `ddp_custom`.
 
     It costs a copy of a rank's parameters and states to the host, one tensor at a time, and one exchange of a few
-    numbers.
+    numbers. Values have to be equal in every bit. Not run on a GPU, where kernels that add in no fixed order may give
+    ranks that compute one gradient each for themselves, under tensor parallelism, other last digits.
 
     Args:
         every: The number of optimizer steps from one comparison to the next, at least 1.
@@ -43,15 +44,17 @@ class Verify(Callback):
     def __init__(self, every: int = 1000) -> None:
         check([] if every >= 1 else [f"every={every} is no number of optimizer steps; give 1 or more, such as 1000"])
         self._every = every
-        self._agreed = 0
+        self._agreed: int | None = None
+        """The step after which ranks were equal last; ``None`` before the first comparison of a fit."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._agreed = None
         self._compare(trainer, pl_module)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_step >= self._agreed + self._every:
+        if self._agreed is not None and trainer.global_step >= self._agreed + self._every:
             self._compare(trainer, pl_module)
 
     def _compare(self, trainer: Trainer, module: LightningModule) -> None:
@@ -66,21 +69,23 @@ def _held(trainer: Trainer, module: LightningModule) -> list[Fingerprint]:
     own = {name: parameter for name, parameter in module.named_parameters() if not is_placeholder(parameter)}
     names = {parameter: name for name, parameter in own.items()}
     found = list(of_parameters(own.items()))
-    for optimizer in trainer.optimizers:
-        found += of_optimizer(optimizer, names)
+    for number, optimizer in enumerate(trainer.optimizers):
+        label = type(optimizer).__name__ + (f" {number}" if len(trainer.optimizers) > 1 else "")
+        found += of_optimizer(optimizer, label, names)
     return [*found, ("options", "the number of steps", hash_of_names([str(trainer.global_step)]))]
 
 
-def _in_words(found: dict[str, list[list[int]]], step: int, agreed: int) -> str:
+def _in_words(found: dict[str, list[list[int]]], step: int, agreed: int | None) -> str:
     name, ranks = next(iter(found.items()))
     groups = " and ".join(f"rank{'s' if len(each) > 1 else ''} {', '.join(map(str, each))}" for each in ranks)
     others = [each for each in found if each != name]
     also = f", and so do {', '.join(others[:_MOST_NAMED])}" if others else ""
     more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
-    since = f"they were equal after step {agreed}" if step > agreed else "before the first step"
+    when = f"before the first step of this fit (global_step={step})" if agreed is None else f"after step {step}"
+    since = "" if agreed is None else f" (they were equal after step {agreed})"
+    trusted = f". Nothing later than step {agreed} is to be trusted: resume from a checkpoint of that step or before"
     return (
-        f"after step {step}, {name} differs between {groups}{also}{more}, though these ranks must hold equal values "
-        f"({since}). A rank has done something by itself: look for code that draws random numbers, writes weights or "
-        "skips something on some ranks only, such as below `if self.global_rank == 0`. Nothing later than step "
-        f"{agreed} is to be trusted: resume from a checkpoint of that step or before"
+        f"{when}, {name} differs between {groups}{also}{more}, though these ranks must hold equal values{since}. A "
+        "rank has done something by itself: look for code that draws random numbers, writes weights or skips "
+        f"something on some ranks only, such as below `if self.global_rank == 0`{'' if agreed is None else trusted}"
     )

@@ -16,7 +16,8 @@ from lightning_parallel.ranks.dtensors import local_of
 from lightning_parallel.ranks.stage_owners import stage_owners_of
 
 Fingerprint = tuple[Hashable, str, int]
-"""The group of values, the name of one, and a number made from its bytes. Ranks that have a group have it alike."""
+"""The group of values, the name of one, which no other has, and a number made from its bytes. Ranks that have a group
+have it alike."""
 
 
 def of_parameters(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[Fingerprint]:
@@ -29,24 +30,24 @@ def of_parameters(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[Fingerpr
         yield _part_of(parameter, parameter), name, _number(parameter)
 
 
-def of_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> Iterator[Fingerprint]:
+def of_optimizer(optimizer: Optimizer, label: str, names: Mapping[Any, str]) -> Iterator[Fingerprint]:
     """Take the fingerprints of an optimizer's learning rates and states.
 
     Args:
         optimizer: The optimizer.
+        label: Its name, another one for each optimizer of a run.
         names: The names of the parameters.
     """
-    kind = type(optimizer).__name__
     for number, group in enumerate(optimizer.param_groups):
-        yield "options", f"lr of group {number} of {kind}", _number(group.get("lr"))
+        yield "options", f"lr of group {number} of {label}", _number(group.get("lr"))
     known = [(names[p], p, state) for p, state in optimizer.state.items() if p in names]
     # ZeRO-1: each rank has the states of its own parameters, and nobody else has them.
-    owned = hash_of_names(name for name, _, _ in known)
+    owned = label, hash_of_names(name for name, _, _ in known)
     for name, parameter, state in known:
         for key, value in state.items():
             if isinstance(value, Tensor | int | float):
                 like = value if isinstance(value, DTensor) else parameter
-                yield (owned, _part_of(like, parameter)), f"{key} of {name} in {kind}", _number(value)
+                yield (owned, _part_of(like, parameter)), f"{key} of {name} in {label}", _number(value)
 
 
 def hash_of_names(names: Iterable[str]) -> int:

@@ -3,7 +3,7 @@
 
 A fault is an entry of `mutants.toml`: a name, a file, the text to find in it, what to put there, and a selection of
 tests. It is put into a copy of the tree, never into the tree itself. The exit status is 1 if a fault survives, or if
-the text is no longer there exactly once. All of them take about half an hour on two cores; this is no part of CI.
+the text is no longer there exactly once. One takes half a minute to two minutes on two cores; this is no part of CI.
 
     python tests/benchmarks/mutants.py --list
     python tests/benchmarks/mutants.py --only audit-left-out --only static-graph-ignored

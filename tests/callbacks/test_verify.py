@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel import ConfigurationError, RanksDifferError, build_strategy
 from lightning_parallel.callbacks import Verify
 from tests.data import batches
-from tests.models.cases import ByteGPT
+from tests.models.cases import GAN, ByteGPT
 from tests.models.pipelined import Deep, DeepTied
 from tests.names import num_readers
 from tests.parity import make_trainer
@@ -28,14 +28,20 @@ class Planted(Callback):
         self.kind = kind
 
     @torch.no_grad()
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+        if self.kind == "start" and trainer.global_rank == 0:
+            next(module.parameters()).add_(1)
+
+    @torch.no_grad()
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
         if trainer.global_step != 2 or trainer.global_rank != trainer.world_size - 1:
             return
-        weight, optimizer = module.model.head.weight, trainer.optimizers[0]
+        optimizer = trainer.optimizers[0]
         if self.kind == "weight":
+            weight = module.model.head.weight
             (weight.to_local() if isinstance(weight, DTensor) else weight)[0, 0] += 1e-6
         if self.kind == "state":
-            optimizer.state[weight]["exp_avg"].mul_(1.001)
+            optimizer.state[module.model.head.weight]["exp_avg"].mul_(1.001)
         if self.kind == "rate":
             optimizer.param_groups[0]["lr"] *= 2
 
@@ -43,14 +49,16 @@ class Planted(Callback):
 def fitted(strategy: str, num_ranks: int, kind: str = "", every: int = 1, make: Any = ByteGPT, **kwargs: Any) -> str:
     """Four steps, and the error of this rank."""
     L.seed_everything(3, verbose=False)
+    case = kwargs.pop("case", "byte_gpt")
+    num_steps = kwargs.pop("num_steps", 4)
     readers = kwargs.pop("readers", num_readers(strategy.partition(":")[0], num_ranks))
     built = build_strategy(strategy) if "custom" in strategy else strategy
     trainer = make_trainer(built, num_ranks, callbacks=[Planted(kind), Verify(every)], **kwargs)
     try:
-        trainer.fit(make("adamw"), batches("byte_gpt", readers, 4))
+        trainer.fit(make("adamw"), batches(case, readers, 4))
     except RanksDifferError as error:
         return str(error)
-    assert trainer.global_step == 4
+    assert trainer.global_step == num_steps
     return ""
 
 
@@ -88,10 +96,30 @@ def test_a_tied_weight_of_two_stages(ranks: Any) -> None:
         ("fsdp_custom:pipeline=2", 4, {"readers": 2}),
         ("fsdp_custom:context=2,replicate=2,shard=1", 4, {"readers": 2}),
         ("ddp_custom", 2, {"every": 3}),
+        ("tp_custom:sequence=true", 2, {}),
+        ("cp_custom:context_attention=ring", 2, {}),
+        ("pp_custom", 4, {"make": DeepTied}),
+        ("fsdp_custom:pipeline=2,tensor=2", 4, {"readers": 1, "make": DeepTied}),
+        ("fsdp_custom", 4, {"accumulate_grad_batches": 2, "num_steps": 2}),
+        ("ddp_custom", 2, {"make": GAN, "case": "gan", "num_steps": 8}),
     ],
 )
 def test_ranks_that_agree(ranks: Any, strategy: str, size: int, kwargs: dict[str, Any]) -> None:
-    assert ranks(size).run(fitted, strategy, size, make=Deep, **kwargs) == [""] * size
+    assert ranks(size).run(fitted, strategy, size, **{"make": Deep, **kwargs}) == [""] * size
+
+
+@pytest.mark.parametrize("strategy", ["ddp_custom", "fsdp_custom"])
+def test_one_of_two_optimizers_of_a_class(ranks: Any, strategy: str) -> None:
+    first, _ = ranks(2).run(fitted, strategy, 2, "rate", make=GAN, case="gan")
+    assert "lr of group 0 of AdamW 0 differs between rank 0 and rank 1" in first
+
+
+def test_ranks_that_begin_differently(ranks: Any) -> None:
+    """Where nothing was equal before, the message claims no such thing."""
+    first, _ = ranks(2).run(fitted, "ddp_custom", 2, "start")
+    assert first.startswith("before the first step of this fit (global_step=0), model.tokens.weight differs")
+    assert "equal after" not in first
+    assert "checkpoint" not in first
 
 
 def test_a_difference_is_noticed_at_the_next_comparison(ranks: Any) -> None:

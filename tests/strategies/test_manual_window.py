@@ -11,8 +11,9 @@ import pytest
 
 from tests.data import batches
 from tests.jobs.first_steps import ends_before_an_update, fit
-from tests.models.cases import GAN, BareParameter, ByteGPT
+from tests.models.cases import GAN, BareParameter
 from tests.models.faults import ManualStep
+from tests.models.user_code import Dropping
 from tests.parity import TOLERANCE, once, train_module, worst
 
 EQUAL = r"first step equals one process up to its first update: (?:loss ([\d.]+) = ([\d.]+), )?(\d+) gradients"
@@ -49,29 +50,10 @@ def test_clipping_closures_and_schedulers(ranks: Any, strategy: str, kind: str) 
 CLOSURE = functools.partial(ManualStep, kind="closure")
 
 
-class Accumulates(ByteGPT):
-    """Drops the first gradients, and updates with those of the two batches behind."""
-
-    def __init__(self, optimizer: str = "sgd") -> None:
-        super().__init__(optimizer)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-        loss = self.loss(*batch)
-        with optimizer.toggle_model(sync_grad=batch_idx % 3 == 2):
-            self.manual_backward(loss)
-        if batch_idx % 3 == 0:
-            optimizer.zero_grad()
-        elif batch_idx % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss.detach()
-
-
 @pytest.mark.parametrize("strategy", ["ddp_custom", "fsdp_custom", "fsdp_custom:accumulation_sync=last"])
 def test_gradients_of_several_steps(ranks: Any, strategy: str) -> None:
-    (line,) = compared(ranks, Accumulates, "byte_gpt", strategy)
+    """The first ones are dropped, and those of the two batches behind update."""
+    (line,) = compared(ranks, Dropping, "byte_gpt", strategy)
     equal = re.fullmatch(EQUAL, line)
     assert equal is not None, line
     assert int(equal[3]) > 30

@@ -126,6 +126,15 @@ def test_ranks_that_read_other_samples_choose_alike(ranks: Any) -> None:
     assert "different numbers of entries" in words
 
 
+def test_trials_leave_held_gradients_alone(ranks: Any) -> None:
+    """The fourth step, in which losses are tried again, is the second one of a window."""
+    theirs = ranks(2).run(fitted, "mean", "ddp_custom", 2, 2, accumulate_grad_batches=2)[0]
+    options = "pipeline=2,accumulation_sync=last"
+    ours, words = ranks(4).run(said, "mean", f"fsdp_custom:{options}", 4, 2, accumulate_grad_batches=2)[0]
+    assert worst(ours, theirs) < TOLERANCE
+    assert "runs for each microbatch" in words
+
+
 def drawn(strategy: str, case: str, num_ranks: int = 2, readers: int = 1) -> str:
     try:
         return said(case, strategy, num_ranks, readers)[1]
