@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -53,6 +53,7 @@ class Policies:
         context_attention: How ranks that share a sequence share attention, ``"ulysses"`` or ``"ring"``.
         pipeline: How a stack is cut into stages, where it is.
         accumulation_sync: When gradients are reduced within a window: ``"every"``, ``"last"`` or ``"auto"``.
+        shows_gradients: Whether a hook of the module sees gradients behind each backward.
         optimizer_in_backward: Whether parameters are updated as soon as their gradient is reduced.
     """
 
@@ -70,7 +71,13 @@ class Policies:
     context_attention: str = "ulysses"
     pipeline: PipelinePolicy = field(default_factory=PipelinePolicy)
     accumulation_sync: str = "auto"
+    shows_gradients: bool = False
     optimizer_in_backward: bool = False
+
+    def with_gradients_shown(self) -> Policies:
+        """Rules under which a hook finds, behind each backward, the gradients that one process would have."""
+        sync = "every" if self.accumulation_sync == "auto" else self.accumulation_sync
+        return replace(self, accumulation_sync=sync, shows_gradients=True)
 
     @property
     def sharding_dtypes(self) -> DtypePolicy:

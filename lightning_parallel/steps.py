@@ -147,6 +147,7 @@ class Steps(StepHooks):
             ranks_on_device=ranks_on_device,
             is_manual=self._is_manual,
             is_hybrid=self._mesh.sharding.ndim > 1,
+            shows_gradients=policies.shows_gradients,
             group=stage,
             tell=tell,
         )

@@ -95,8 +95,7 @@ class PlannedStrategy(ParallelStrategy):
 
     def policies_for(self, module: LightningModule) -> Policies:
         """The rules, with those that depend on `module`."""
-        steps = tuple(name for name in STEP_METHODS if is_overridden(name, module))
-        return replace(self._policies, step_methods=steps, backward_in_step=not module.automatic_optimization)
+        return _policies_for(module, self._policies)
 
     def plan_for(self, module: LightningModule) -> Plan:
         """The plan of `module` as it is now: made once, and again only where the module or the rules have changed."""
@@ -235,3 +234,11 @@ class PlannedStrategy(ParallelStrategy):
     @override
     def on_predict_start(self) -> None:
         self.steps.begin_prediction(self.module.trainer.predict_loop.max_batches)
+
+
+def _policies_for(module: LightningModule, policies: Policies) -> Policies:
+    is_manual = not module.automatic_optimization
+    if is_overridden("on_after_backward", module) and not is_manual:
+        policies = policies.with_gradients_shown()
+    steps = tuple(name for name in STEP_METHODS if is_overridden(name, module))
+    return replace(policies, step_methods=steps, backward_in_step=is_manual)

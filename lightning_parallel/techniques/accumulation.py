@@ -81,6 +81,7 @@ class GradientReduction:
         is_manual: Whether the module optimizes by itself, so that a backward may be the last of one window and in the
             middle of another optimizer's.
         is_hybrid: Whether gradient shards are averaged over copies, too (HSDP).
+        shows_gradients: Whether a hook sees reduced gradients, which are then averaged over copies in each microstep.
         group: All ranks, to agree on ``"auto"`` in host memory.
         tell: Takes a sentence for the user.
 
@@ -98,6 +99,7 @@ class GradientReduction:
         ranks_on_device: int,
         is_manual: bool,
         is_hybrid: bool,
+        shows_gradients: bool,
         group: ProcessGroup,
         tell: Callable[[str], None],
     ) -> None:
@@ -107,6 +109,7 @@ class GradientReduction:
         self._ranks_on_device = ranks_on_device
         self._is_manual = is_manual
         self._is_hybrid = is_hybrid
+        self._averages_at_once = shows_gradients or not _torch.fsdp.CAN_REDUCE_UNUSED
         self._parameters = list(dict.fromkeys(p for unit in self._units for p in unit.parameters()))
         self._trainable: list[bool] | None = None
         self._group = group
@@ -133,7 +136,7 @@ class GradientReduction:
     def held(self) -> Iterator[None]:
         """Inside this context, backward is not the last of its window, and holds gradients back."""
         self._measure()
-        self._set(reduce=self._mode != "last", all_reduce=not _torch.fsdp.CAN_REDUCE_UNUSED)
+        self._set(reduce=self._mode != "last", all_reduce=self._averages_at_once)
         try:
             with self._window.held():
                 yield

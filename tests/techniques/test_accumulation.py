@@ -43,6 +43,36 @@ def test_reductions_of_a_window_of_four(ranks: Any, strategy: str, size: int, re
     assert all_reduces is None or counts.number("all_reduce") == all_reduces, counts
 
 
+class Clamping(ByteGPT):
+    """Changes gradients behind each backward, in a way that is not linear."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5).clamp_(-0.02, 0.02)
+
+
+def clamped(strategy: str, num_ranks: int, readers: int) -> dict[str, Any]:
+    """Three windows of two microsteps."""
+    L.seed_everything(3, verbose=False)
+    trainer = trainer_for(strategy, num_ranks, accumulate_grad_batches=2)
+    trainer.fit(Clamping("adamw"), loader(readers, 6))
+    return full_state_dict(trainer)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "readers"),
+    [
+        *((name, 2, 2) for name in ("ddp_custom", "zero1_custom", "zero2_custom", "fsdp_custom")),
+        *((name, 2, 1) for name in ("tp_custom", "cp_custom", "pp_custom")),
+        ("hsdp_custom", 4, 4),
+    ],
+)
+def test_hooks_change_the_gradients_of_one_process(ranks: Any, strategy: str, size: int, readers: int) -> None:
+    expected = once(clamped, "auto", 1, 1)
+    assert difference(ranks(size).run(clamped, strategy, size, readers)[0], expected) < TOLERANCE
+
+
 def windows(strategy: str, num_ranks: int, kind: str) -> dict[str, Any]:
     """Two epochs of seven microsteps under one kind of accumulation."""
     L.seed_everything(3, verbose=False)
