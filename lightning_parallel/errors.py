@@ -6,7 +6,10 @@ import inspect
 from collections.abc import Iterable, Sequence
 
 _FRAMEWORKS = ("lightning_parallel", "lightning", "lightning_fabric", "torch", "torchmetrics")
-_LIBRARIES = (*_FRAMEWORKS, "numpy", "contextlib", "copy", "pickle", "tensorboard", "tensorboardX", "safetensors")
+_AT_WORK = ("torch.optim", "torch.amp")
+"""Modules in which optimizers and scalers do their own work, though a class of theirs may be the user's."""
+_OTHERS = ("lightning_utilities", "numpy", "contextlib", "copy", "pickle", "tensorboard", "tensorboardX", "safetensors")
+_LIBRARIES = (*_FRAMEWORKS, *_OTHERS)
 
 
 class ConfigurationError(ValueError):
@@ -72,3 +75,26 @@ def line_of_user() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_asked_by_user(*within: str) -> bool:
+    """Whether user code asks for something just now, itself or through a library: no framework, no optimizer at work.
+
+    Args:
+        within: Beginnings of names of modules whose calls belong to what is asked for; those of the caller do.
+    """
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back
+    own = (__name__, str(frame.f_globals.get("__name__", "")) if frame else "", *within)
+    is_within, has_user = True, False
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        is_within = is_within and name.startswith(own)
+        if not is_within:
+            if name.startswith(_AT_WORK):
+                return False
+            if name.partition(".")[0] in ("lightning_parallel", "lightning", "lightning_fabric"):
+                return has_user
+            has_user = has_user or name.partition(".")[0] not in _LIBRARIES
+        frame = frame.f_back
+    return has_user

@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 
 from lightning_parallel import _lightning
 from lightning_parallel.checkpoint.full_state import make_optimizer_whole
+from lightning_parallel.module.optimizer_state import StateOfRank
+from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.parallelize import Parallelized, parallelize, parallelized
 from lightning_parallel.plan import cut_again
 from lightning_parallel.ranks.memory import host_memory
@@ -38,6 +40,7 @@ class ParallelModule:
         self._device, self._num_local_ranks = strategy.root_device, strategy.num_processes
         self._pipelined: PipelinedModule | None = None
         self._optimizers: Sequence[Optimizer] = ()
+        self._guards: list[StateOfRank] = []
         left = parallelized(self._module)
         self.was_left = left is not None
         self.current: Parallelized = left or self._parallelize()
@@ -76,6 +79,8 @@ class ParallelModule:
 
     def _attach_pipeline(self, looked_at: set[str] | None = None) -> None:
         if isinstance(self.steps, PipelinedSteps):
+            where = "under a pipeline"
+            self._guards = [StateOfRank(optimizer, is_placeholder, where=where) for optimizer in self._optimizers]
             self._pipelined = PipelinedModule(
                 self._module,
                 self.current,
@@ -147,6 +152,9 @@ class ParallelModule:
         own = self.current.undo(self._module)
         for optimizer in self._optimizers:
             make_optimizer_whole(optimizer, own)
+        for guard in self._guards:
+            guard.detach()
+        self._guards = []
         untag_owners(self._module)  # states were gathered by these tags; the next fit makes its own
         return True
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_parallel import _torch
 from lightning_parallel.module.optimizer_hooks import register_update_hooks
+from lightning_parallel.module.optimizer_state import StateOfRank
 
 
 def optimizer_violations(optimizer: Optimizer) -> list[str]:
@@ -69,6 +70,7 @@ class ShardedOptimizer:
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self.drop_foreign_state()
         self._handles = register_update_hooks(optimizer, before=self._hide, after=self._share)
+        self._guard = StateOfRank(optimizer, frozenset(self._foreign).__contains__, where="under ZeRO")
 
     def drop_foreign_state(self) -> None:
         """Drop the state of other ranks' parameters: some optimizers make it early, and checkpoints contain it."""
@@ -78,7 +80,11 @@ class ShardedOptimizer:
     def gather_state(self) -> dict[str, Any] | None:
         """The whole optimizer's ``state_dict()`` in host memory on rank 0, ``None`` elsewhere. A collective."""
         state = self.optimizer.state_dict()
-        local = tree_map_only(Tensor, Tensor.cpu, state["state"])
+        # Of parameters of other ranks, user code may have kept something here, such as weights between two steps.
+        foreign = set(self._foreign)
+        numbers = {number for number, parameter in enumerate(self._parameters()) if parameter not in foreign}
+        own = {number: entries for number, entries in state["state"].items() if number in numbers}
+        local = tree_map_only(Tensor, Tensor.cpu, own)
         parts: list[Any] | None = [None] * len(self._owned) if self._rank == 0 else None
         dist.gather_object(local, parts, dst=0)
         if parts is None:
@@ -87,7 +93,7 @@ class ShardedOptimizer:
         return {**state, "state": dict(sorted(merged.items()))}
 
     def detach(self) -> None:
-        """Remove the hooks; the optimizer steps all parameters again."""
+        """Remove the hooks; the optimizer steps all parameters again. Its state is still that of this rank."""
         for handle in self._handles:
             handle.remove()
 
@@ -96,6 +102,7 @@ class ShardedOptimizer:
         box = [self.gather_state()]
         dist.broadcast_object_list(box, src=0)
         self.detach()
+        self._guard.detach()
         assert box[0] is not None
         self.optimizer.load_state_dict(box[0])
 

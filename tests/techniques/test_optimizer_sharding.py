@@ -41,7 +41,7 @@ def zero1(name: str) -> dict[str, Any]:
             else:
                 one.step()
     gradients = all(p.grad is not None for p in ours.parameters())
-    held = sum(len(entries) > 0 for entries in optimizer.state.values())
+    held = sum(len(entries) > 0 for entries in dict.values(optimizer.state))
     sharded.make_whole()
     whole = optimizer.state_dict()["state"]
     expected = reference.state_dict()["state"]
