@@ -21,6 +21,7 @@ from lightning_parallel.policies import LayerPolicies, Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.ranks.mesh import Mesh, build_mesh
 from lightning_parallel.steps import StepHooks
+from lightning_parallel.strategies.host_init import tensors_on_host
 from lightning_parallel.strategies.mesh_refusals import mesh_module_violations, mesh_violations
 from lightning_parallel.strategies.module_device import set_module_device
 from lightning_parallel.strategies.optimizers import adopt_optimizers
@@ -133,6 +134,7 @@ class MeshStrategy(ProcessGroupStrategy):
         self._while_set_up = contextlib.ExitStack()
 
     _defers_init = True
+    tensor_init_context = tensors_on_host
 
     @override
     def set_up_violations(self) -> list[str]:

@@ -79,6 +79,11 @@ class Deferral:
             self._tell(f"configure_model is not deferred, so each rank builds the whole module first ({reason})")
         else:
             self.record = record
+            if record.accelerators:
+                self._tell(
+                    f"configure_model makes tensors on {', '.join(sorted(record.accelerators))}; deferred, they have "
+                    "the numbers of a build on the host, whose generator draws them, and only shards go to the device"
+                )
 
 
 def unrecorded_meta_tensors(module: nn.Module, record: InitRecord | None) -> list[str]:

@@ -37,6 +37,9 @@ class NotRecordableError(Exception):
 class InitRecord:
     """Operations by which the tensors of a module were made on the meta device.
 
+    Attributes:
+        accelerators: Devices that the construction named; what it made there is recorded as made on the host.
+
     Example:
         >>> record = InitRecord()
         >>> with record:
@@ -51,6 +54,7 @@ class InitRecord:
         self._made: list[weakref.ref[Tensor]] = []
         self._rng_state = torch.get_rng_state()
         self._names: dict[str, Window] = {}
+        self.accelerators: set[str] = set()
         self._modes = contextlib.ExitStack()
 
     def __enter__(self) -> InitRecord:
@@ -180,7 +184,7 @@ class InitRecord:
         return memory.view(self.window(tensor))
 
     def _as_window(self, tensor: Tensor) -> Any:
-        return self.window(tensor) if tensor.is_meta else tensor.detach().clone()
+        return self.window(tensor) if tensor.is_meta else tensor.detach().to("cpu", copy=True)
 
     def _check_random_state(self, *given: Any) -> None:
         has_generator = any(isinstance(leaf, torch.Generator) for leaf in tree_leaves(given))
@@ -237,11 +241,12 @@ class _Recorder(TorchDispatchMode):
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         has_meta = any(tensor.is_meta for tensor in tensors)
+        self._stay_on_host(kwargs)
         name = func.overloadpacket.__name__
         if has_meta and name in _READING and not _stays_on_meta(name, kwargs):
             return func(*tree_map_only(Tensor, self._value, args), **kwargs)
         is_factory = not tensors and any(argument.name == "device" for argument in func._schema.arguments)
-        if is_factory and torch.device(kwargs.get("device") or "cpu").type in ("cpu", "meta"):
+        if is_factory:
             kwargs["device"] = _META
         elif not has_meta:
             if torch.Tag.nondeterministic_seeded in func.tags:
@@ -251,6 +256,13 @@ class _Recorder(TorchDispatchMode):
         self._check_written(func, args)
         self._record.note(func, args, kwargs, result)
         return result
+
+    def _stay_on_host(self, kwargs: dict[str, Any]) -> None:
+        """Make or copy on the host what names an accelerator: only shards go there, after the replay."""
+        device = torch.device(kwargs.get("device") or "cpu")
+        if device.type not in ("cpu", "meta"):
+            self._record.accelerators.add(str(device))
+            del kwargs["device"]
 
     def _value(self, tensor: Tensor) -> Tensor:
         return self._record.evaluate(tensor) if tensor.is_meta else tensor

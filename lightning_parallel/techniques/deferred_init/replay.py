@@ -77,9 +77,10 @@ class Memory:
     def view(self, window: Window) -> Tensor:
         """Return the real tensor of a window; its storage is made, unfilled, if it is not real yet."""
         if window.storage not in self._real:
-            self._real[window.storage] = torch.empty(window.num_bytes, dtype=torch.uint8).untyped_storage()
+            memory = torch.empty(window.num_bytes, dtype=torch.uint8, device="cpu")
+            self._real[window.storage] = memory.untyped_storage()
         real = self._real[window.storage]
-        return torch.empty(0, dtype=window.dtype).set_(real, window.offset, window.size, window.stride)
+        return torch.empty(0, dtype=window.dtype, device="cpu").set_(real, window.offset, window.size, window.stride)
 
     def run(self, operation: Operation) -> None:
         """Run a recorded operation for real."""

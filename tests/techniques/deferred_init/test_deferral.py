@@ -253,3 +253,32 @@ def test_tensors_on_meta_that_nobody_recorded_are_named() -> None:
     names = unrecorded_meta_tensors(module, None)
     assert names[:2] == ["0.weight", "0.bias"]
     assert "1.running_mean" in names
+
+
+# On accelerators: torch knows the name of XLA, but has no kernels for it, so nothing can be made there ----------------
+
+
+def on(device: str) -> Callable[[Any], None]:
+    def build(m: Any) -> None:
+        m.a = nn.Linear(8, 6, device=device)
+        with torch.device(device):
+            m.b = nn.Embedding(5, 4)
+            m.register_buffer("angles", torch.arange(4).float().cos())
+        m.c = nn.Parameter(torch.zeros_like(m.a.bias, device=device) + torch.randn(6, device=device))
+        if device != "cpu":  # what `.to(device)` and `torch.tensor(values, device=device)` end in
+            m.a.weight = nn.Parameter(torch.ops.aten._to_copy.default(m.a.weight, device=torch.device(device)))
+            given = torch.ops.aten._to_copy.default(torch.ones(6, device="cpu"), device=torch.device(device))
+            m.c.data.mul_(given)
+        nn.init.trunc_normal_(m.a.weight)
+
+    return build
+
+
+@pytest.mark.parametrize("around", ["cpu", "xla"])
+def test_construction_on_an_accelerator_is_recorded_on_the_host(around: str) -> None:
+    with torch.device(around):
+        holder, deferred, said, state = built_deferred(on("xla"))
+    assert deferred, said
+    assert len(said) == 1
+    assert "makes tensors on xla" in said[0]
+    assert_equal_to_eager(on("cpu"), holder, state)
