@@ -24,7 +24,10 @@ class _ModuleState:
     """One submodule's class, attributes, children, parameters and hooks; after `keep_changes`, what has changed."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        # What another snapshot around this one has seen replaced is its to give back; holding it would hold its memory.
+        self.parameters = {
+            name: p for name, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)
+        }
         self.children = Contents(module._modules)
         self._module, self._cls = module, type(module)
         self._others = [Contents(getattr(module, table)) for table in _torch.modules.HOOK_TABLES]
@@ -33,11 +36,8 @@ class _ModuleState:
     def keep_changes(self) -> None:
         for contents in (*self._others, self.children):
             contents.keep_changes()
-        # What another snapshot inside of this one made is its to give back; holding it would hold its memory.
         self.parameters = {
-            name: own
-            for name, own in self.parameters.items()
-            if self._module._parameters.get(name) is not own and not isinstance(own, DTensor)
+            name: own for name, own in self.parameters.items() if self._module._parameters.get(name) is not own
         }
 
     def undo(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,27 +109,36 @@ def apply_sharding(
         offload: Whether shards are on the device or on the host.
         device: The rank's device.
     """
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    whole = {parameters[name] for name in plan.whole}
+    whole = {p for name, p in module.named_parameters(remove_duplicate=False) if name in plan.whole}
     for tensor in (*whole, *module.buffers()):
         if not tensor.is_meta:  # deferred initialisation makes those on the device
             tensor.data = tensor.data.to(device)
     elsewhere = {parameter for parameter in module.parameters() if is_placeholder(parameter)}
     for path in plan.units:
-        unit = module.get_submodule(path)
-        for parameter in unit.parameters():
-            if (
-                parameter not in elsewhere and not parameter.is_contiguous()
-            ):  # channels_last: FSDP2 takes rows of contiguous tensors only
-                parameter.data = parameter.data.contiguous()
-        fully_shard(
-            unit,
+        _shard_unit(
+            module.get_submodule(path),
             mesh=mesh,
             reshard_after_forward=_reshard_after_forward(reshard, is_outermost=_is_outermost(path, plan)),
             mp_policy=policy,
             offload_policy=offload,
             ignored_params=whole | elsewhere,
         )
+
+
+def _shard_unit(unit: nn.Module, *, ignored_params: set[nn.Parameter], **options: Any) -> None:
+    """Shard one unit, and free its whole parameters.
+
+    Others refer to these until the module is whole again, a snapshot and optimizers among them. `fully_shard` has moved
+    them to the device, which would hold the whole module before its last unit is sharded.
+    """
+    own = {parameter for parameter in unit.parameters() if parameter not in ignored_params}
+    for parameter in own:
+        if not parameter.is_contiguous():  # channels_last: FSDP2 takes rows of contiguous tensors only
+            parameter.data = parameter.data.contiguous()
+    fully_shard(unit, ignored_params=ignored_params, **options)
+    for original in own - set(unit.parameters()):
+        if not (original.is_meta or isinstance(original, DTensor)):  # nobody refers to the latter, which are ours
+            original.data = original.data.new_empty(0)
 
 
 def finish_sharding(module: nn.Module, plan: ShardingPlan) -> None:

@@ -8,9 +8,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_parallel.ranks.dtensors import local_of
+from lightning_parallel.techniques import sharding
 from lightning_parallel.techniques.sharding import apply_sharding, keep_whole, plan_sharding, unreduced_parameters
 from tests.collectives import collectives_of_a_window
 from tests.data import loader
@@ -102,6 +106,38 @@ def test_gathers_of_backward_go_over_as_many_ranks_as_given(ranks: Any, reshard:
     """The root and three layers in forward; in backward, the layers from the ranks over which they stay gathered."""
     for found in ranks(4).run(sizes_of_gathers, f"fsdp_custom:reshard={reshard}"):
         assert found == sizes
+
+
+def bytes_at_units(strategy: str, num_ranks: int) -> tuple[list[int], list[int]]:
+    """Bytes of whole parameters that are there before each unit is sharded, and those that should be."""
+    module = ByteGPT()
+    memory: dict[StorageWeakRef, int] = {}
+    found, sharded = [], []
+
+    def watched(unit: nn.Module, **options: Any) -> Any:
+        def storages(of: nn.Module) -> dict[StorageWeakRef, int]:
+            whole = [local_of(p).untyped_storage() for p in of.parameters()]
+            return {StorageWeakRef(storage): len(storage) for storage in whole}
+
+        memory.update(storages(module) if not memory else {})
+        found.append(sum(size for reference, size in memory.items() if not reference.expired()))
+        own = storages(unit)
+        sharded.append(sum(size for reference, size in memory.items() if reference in own))
+        return fully_shard(unit, **options)
+
+    with mock.patch.object(sharding, "fully_shard", watched):
+        trainer_for(strategy, num_ranks, max_steps=1).fit(module, loader(num_ranks, 1))
+    return found, [sum(sharded[index:]) for index in range(len(sharded))]
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("fsdp_custom", 2), ("fsdp_tp_custom", 4)])
+def test_whole_parameters_of_a_unit_are_freed_before_the_next_one_is_sharded(
+    ranks: Any, strategy: str, size: int
+) -> None:
+    """They were moved to the device to be sharded, and a snapshot still refers to them."""
+    for found, expected in ranks(size).run(bytes_at_units, strategy, size):
+        assert len(found) == 4
+        assert found == expected
 
 
 # Without units ----------------------------------------------------------------------------------------------------
