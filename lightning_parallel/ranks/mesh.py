@@ -97,6 +97,7 @@ class _Built:
 
     world: ProcessGroup | None = None
     meshes: dict[tuple[Degrees, str, str, timedelta | None], Mesh] = field(default_factory=dict)
+    host_groups: dict[str, ProcessGroup] = field(default_factory=dict)
 
 
 _built = _Built()
@@ -119,10 +120,7 @@ def build_mesh(
     Example:
         >>> mesh = build_mesh(Degrees().resolve(world_size=4), "cpu")
     """
-    assert dist.group.WORLD is not None
-    # Groups of a process group that was destroyed are dead; the next fit of this process makes new ones.
-    if _built.world is not dist.group.WORLD:
-        _built.world, _built.meshes = dist.group.WORLD, {}
+    _forget_dead_groups()
     key = (degrees, device_type, innermost, timeout)
     if key not in _built.meshes:
         with _torch.groups.gloo_of_one_thread():
@@ -131,6 +129,33 @@ def build_mesh(
             for group in _groups(_built.meshes[key]):
                 _torch.groups.set_timeout(group, timeout)
     return _built.meshes[key]
+
+
+def build_host_group(device_type: str, *, timeout: timedelta | None = None) -> ProcessGroup:
+    """Build a group of all ranks for host memory, once for each process group. A collective; needs the process group.
+
+    Flags and shapes are exchanged there, so that no rank waits for its device, and what is too large for the device.
+
+    Args:
+        device_type: The type of the ranks' devices; on the host it is the process group itself.
+        timeout: The time for which collectives wait for a missing rank; by default torch's.
+    """
+    _forget_dead_groups()
+    if device_type not in _built.host_groups:
+        with _torch.groups.gloo_of_one_thread():
+            group = dist.group.WORLD if device_type == "cpu" else dist.new_group(backend="gloo")
+        assert isinstance(group, ProcessGroup)
+        _built.host_groups[device_type] = group
+    if timeout is not None:
+        _torch.groups.set_timeout(_built.host_groups[device_type], timeout)
+    return _built.host_groups[device_type]
+
+
+def _forget_dead_groups() -> None:
+    """Forget groups of a process group that was destroyed; the next fit of this process makes new ones."""
+    assert dist.group.WORLD is not None
+    if _built.world is not dist.group.WORLD:
+        _built.world, _built.meshes, _built.host_groups = dist.group.WORLD, {}, {}
 
 
 def _groups(mesh: Mesh) -> list[ProcessGroup]:
@@ -151,9 +176,7 @@ def _new_mesh(degrees: Degrees, device_type: str, innermost: str) -> Mesh:
     own: Any = None if backend is None else dict.fromkeys(sizes, backend)
     devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=own)
     data, sharding, gradients = _data_meshes(devices, degrees)
-    # Flags and shapes are exchanged in host memory, so that no rank waits for its device.
-    world = dist.group.WORLD if device_type == "cpu" else dist.new_group(backend="gloo")
-    assert isinstance(world, ProcessGroup)
+    world = build_host_group(device_type)
     if degrees.pipeline == 1:
         return Mesh(degrees, devices, data, sharding, gradients, world, world)
     stages = devices.mesh.movedim(list(sizes).index(AXES["pipeline"]), 0).flatten(1)  # a row for each of its ranks

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_parallel import _lightning
 from lightning_parallel.errors import check
+from lightning_parallel.ranks.mesh import build_host_group
 from lightning_parallel.strategies.ddp import DDPStrategy
 from lightning_parallel.techniques.optimizer_sharding import ShardedOptimizer, optimizer_violations
 
@@ -35,7 +36,8 @@ class ZeroStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         check(violation for optimizer in self.optimizers for violation in optimizer_violations(optimizer))
-        self._sharded = tuple(ShardedOptimizer(optimizer) for optimizer in self.optimizers)
+        host_group = build_host_group(self.root_device.type, timeout=self._timeout)
+        self._sharded = tuple(ShardedOptimizer(optimizer, host_group) for optimizer in self.optimizers)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -47,9 +49,10 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        for sharded in self._sharded:
-            sharded.drop_foreign_state()
+        # That of other ranks' parameters is dropped before, not after: the device has no room for it.
+        pairs = zip(self._sharded, checkpoint["optimizer_states"], strict=True)
+        own = [{**state, "state": sharded.own_part(state["state"])} for sharded, state in pairs]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own})
 
     @override
     def teardown(self) -> None:

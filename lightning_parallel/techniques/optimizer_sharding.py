@@ -8,12 +8,15 @@ statistics of a whole matrix (Adafactor, Muon, LAMB) compute the same as on one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -47,19 +50,41 @@ def deal_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return owners
 
 
+@dataclass(frozen=True)
+class _Outline:
+    """What has to be known of a tensor before it is received."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Outline:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype)
+
+    def laid_out(self, value: Tensor) -> Tensor:
+        """The contiguous `value`, laid out in memory as the tensor is."""
+        if value.stride() == self.stride:
+            return value
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu").copy_(value)
+
+
 class ShardedOptimizer:
     """ZeRO-1 for a user's optimizer, by hooks on it; `detach` removes them.
 
     Args:
         optimizer: The user's, on plain parameters; these and their gradients are equal on all ranks.
+        host_group: All ranks, for host memory, where whole state is gathered: a device has no room for it. By default
+            the process group, which has to be for host memory then.
 
     Example:
         >>> sharded = ShardedOptimizer(torch.optim.AdamW(ddp.parameters()))
         >>> sharded.optimizer.step()
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, host_group: ProcessGroup | None = None) -> None:
         self.optimizer = optimizer
+        self._host_group = host_group
         self._rank = dist.get_rank()
         parameters = self._parameters()
         owners = deal_out([p.numel() for p in parameters], dist.get_world_size())
@@ -77,20 +102,20 @@ class ShardedOptimizer:
         for parameter in self._foreign:
             self.optimizer.state.pop(parameter, None)
 
+    def own_part(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The entries of this rank in the ``"state"`` of the optimizer's ``state_dict()``.
+
+        Of parameters of other ranks, user code may have kept something here, such as weights between two steps.
+        """
+        foreign = set(self._foreign)
+        numbers = {number for number, parameter in enumerate(self._parameters()) if parameter not in foreign}
+        return {number: entries for number, entries in state.items() if number in numbers}
+
     def gather_state(self) -> dict[str, Any] | None:
         """The whole optimizer's ``state_dict()`` in host memory on rank 0, ``None`` elsewhere. A collective."""
         state = self.optimizer.state_dict()
-        # Of parameters of other ranks, user code may have kept something here, such as weights between two steps.
-        foreign = set(self._foreign)
-        numbers = {number for number, parameter in enumerate(self._parameters()) if parameter not in foreign}
-        own = {number: entries for number, entries in state["state"].items() if number in numbers}
-        local = tree_map_only(Tensor, Tensor.cpu, own)
-        parts: list[Any] | None = [None] * len(self._owned) if self._rank == 0 else None
-        dist.gather_object(local, parts, dst=0)
-        if parts is None:
-            return None
-        merged = {number: entries for part in parts for number, entries in part.items()}
-        return {**state, "state": dict(sorted(merged.items()))}
+        whole = self._whole_state(self.own_part(state["state"]), is_for_all=False)
+        return {**state, "state": whole} if self._rank == 0 else None
 
     def detach(self) -> None:
         """Remove the hooks; the optimizer steps all parameters again. Its state is still that of this rank."""
@@ -98,13 +123,44 @@ class ShardedOptimizer:
             handle.remove()
 
     def make_whole(self) -> None:
-        """Give every rank the whole state and remove the hooks. A collective."""
-        box = [self.gather_state()]
-        dist.broadcast_object_list(box, src=0)
+        """Give every rank the whole state, in host memory, and remove the hooks. A collective."""
+        own = self.own_part(self.optimizer.state_dict()["state"])
         self.detach()
         self._guard.detach()
-        assert box[0] is not None
-        self.optimizer.load_state_dict(box[0])
+        parameters = self._parameters()
+        # Not by `load_state_dict`, which would put the state of all ranks on the device of each.
+        for number, entries in self._whole_state(own, is_for_all=True).items():
+            self.optimizer.state.pop(parameters[number], None)  # in the order of the parameters, as one process has it
+            self.optimizer.state[parameters[number]] = entries
+
+    def _whole_state(self, own: dict[Any, Any], *, is_for_all: bool) -> dict[Any, Any]:
+        """The state of all ranks, on all of them or on rank 0, in host memory. A collective, one tensor at a time."""
+        outlines: list[Any] = [None] * len(self._owned)
+        dist.all_gather_object(outlines, tree_map_only(Tensor, _Outline.of, own), group=self._host_group)
+        whole: dict[Any, Any] = {}
+        for rank, outline in enumerate(outlines):
+            if rank == self._rank:
+                whole |= tree_map_only(Tensor, partial(self._sent, is_for_all=is_for_all), own)
+            elif is_for_all or self._rank == 0:
+                whole |= tree_map_only(_Outline, partial(self._received, rank=rank, is_for_all=is_for_all), outline)
+        return dict(sorted(whole.items()))
+
+    def _sent(self, tensor: Tensor, *, is_for_all: bool) -> Tensor | None:
+        value = tensor.detach().cpu()
+        if is_for_all:
+            dist.broadcast(value.contiguous(), group=self._host_group, group_src=self._rank)
+        elif self._rank != 0:
+            dist.send(value.contiguous(), group=self._host_group, group_dst=0)
+            return None  # a copy, which nobody wants here
+        return value
+
+    def _received(self, outline: _Outline, *, rank: int, is_for_all: bool) -> Tensor:
+        value = torch.empty(outline.shape, dtype=outline.dtype, device="cpu")
+        if is_for_all:
+            dist.broadcast(value, group=self._host_group, group_src=rank)
+        else:
+            dist.recv(value, group=self._host_group, group_src=rank)
+        return outline.laid_out(value)
 
     def _parameters(self) -> list[Tensor]:
         return list(dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"]))

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from lightning_parallel.ranks.mesh import build_host_group
+from lightning_parallel.strategies import zero
 from lightning_parallel.techniques.optimizer_sharding import ShardedOptimizer, deal_out, optimizer_violations
-from tests.models.cases import GPT
-from tests.parity import largest
+from tests.data import loader
+from tests.models.cases import GPT, ByteGPT
+from tests.parity import largest, trainer_for
 
 
 def test_parameters_are_dealt_out_evenly() -> None:
@@ -63,6 +71,105 @@ def test_zero1_equals_one_device(ranks: Any, name: str) -> None:
     assert all(one["difference"] < 1e-5 and one["gradients"] and one["state"] and one["hooks"] == 0 for one in found)
     assert sum(one["held"] for one in found) == found[0]["all"]
     assert all(0 < one["held"] < one["all"] for one in found)
+
+
+class Messages:
+    """Size in bytes, or in characters of a pickle, and group of all that is sent with the functions of `dist`."""
+
+    NAMES = ("all_gather_object", "gather_object", "broadcast_object_list", "broadcast", "send", "recv", "all_gather")
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.groups: set[Any] = set()
+
+    def watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.groups.add(kwargs.get("group"))
+            self.sizes.append(max(t.nbytes if isinstance(t, Tensor) else len(pickle.dumps(t)) for t in args))
+            return original(*args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for name in self.NAMES:
+                stack.enter_context(mock.patch.object(dist, name, self.watched(getattr(dist, name))))
+            yield
+
+
+def plain(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
+    """The state that is here by the number of the parameter."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    here = dict(dict.items(optimizer.state))
+    return {number: here[parameter] for number, parameter in enumerate(parameters) if parameter in here}
+
+
+def gathered_state() -> dict[str, Any]:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    model.append(nn.Conv2d(4, 4, 8).to(memory_format=torch.channels_last))
+    optimizer = torch.optim.AdamW(model.parameters())
+    host_group, messages = build_host_group("cuda"), Messages()
+    sharded = ShardedOptimizer(optimizer, host_group)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    own = plain(optimizer)
+    with messages.noted():
+        state = sharded.gather_state()
+        sharded.make_whole()
+    whole = plain(optimizer)
+    return {
+        "is new": host_group is not dist.group.WORLD and build_host_group("cuda") is host_group,
+        "groups": messages.groups == {host_group},
+        "largest": max(messages.sizes),
+        "saved": state if state is None else largest_difference(state["state"], whole),
+        "own": largest_difference(own, whole),
+        "laid out": all(whole[number]["exp_avg"].stride() == p.stride() for number, p in enumerate(model.parameters())),
+        "loaded": sharded.own_part(whole).keys() == own.keys(),
+    }
+
+
+def largest_difference(some: dict[int, Any], all_: dict[int, Any]) -> float:
+    return max(float((some[n][name] - all_[n][name]).abs().max()) for n in some for name in some[n])
+
+
+def test_whole_state_goes_over_host_memory_tensor_by_tensor(ranks: Any) -> None:
+    """As objects over the group of the process, all state at once would be in the memory of the GPU."""
+    first, second = ranks(2).run(gathered_state)
+    assert first == {**second, "saved": 0.0}
+    assert all(first[name] for name in ("is new", "groups", "laid out", "loaded"))
+    assert first["own"] == 0
+    assert first["largest"] == 64 * 64 * 4
+    assert second["saved"] is None
+
+
+def test_zero1_gathers_over_the_group_for_host_memory(ranks: Any) -> None:
+    assert ranks(2).run(groups_of_zero1) == [True] * 2
+
+
+def host_group_of_gpus(device_type: str, *, timeout: Any) -> Any:
+    assert device_type == "cpu"
+    return build_host_group("cuda", timeout=timeout)
+
+
+def groups_of_zero1() -> bool:
+    messages = Messages()
+    trainer = trainer_for("zero1_custom", 2, max_steps=1)
+    with (
+        mock.patch.object(zero, "build_host_group", host_group_of_gpus),
+        mock.patch.object(ShardedOptimizer, "make_whole", watched_with(messages, ShardedOptimizer.make_whole)),
+    ):
+        trainer.fit(ByteGPT("adamw"), loader(2, 1))
+    return messages.groups == {build_host_group("cuda")}
+
+
+def watched_with(messages: Messages, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        with messages.noted():
+            return original(*args)
+
+    return call
 
 
 def test_lbfgs_is_refused() -> None:
