@@ -13,6 +13,7 @@ from lightning_parallel._torch import (
     loaders,
     modes,
     modules,
+    random_states,
     schedules,
     tensors,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "loaders",
     "modes",
     "modules",
+    "random_states",
     "schedules",
     "tensors",
 ]

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from typing_extensions import override
 
-from lightning_parallel import _lightning
+from lightning_parallel import _lightning, _torch
 from lightning_parallel.dtypes import DtypePolicy, precision_violations
 from lightning_parallel.parallelize import left_over_violations, parallelized
 from lightning_parallel.policies import LayerPolicies, Policies
@@ -200,6 +200,7 @@ class MeshStrategy(ProcessGroupStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
+        self._while_set_up.enter_context(_torch.random_states.states_of_ranks(self.mesh.devices))
         self._parallel = ParallelModule(self, self.mesh)
         self._while_set_up.enter_context(while_set_up(trainer, self.module, self.mesh))
         set_module_device(self.module, self.root_device)

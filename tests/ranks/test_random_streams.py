@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import numpy as np
@@ -12,9 +16,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torch.distributed.tensor import _random
 
-from lightning_parallel import full_state_dict
+from lightning_parallel import _torch, full_state_dict
 from lightning_parallel.ranks.random_streams import RandomState, data_rank_stream
+from lightning_parallel.strategies import parallel_module
 from tests.data import loader
 from tests.models.cases import ByteGPT, next_token_loss
 from tests.parity import difference, trainer_for
@@ -143,3 +149,58 @@ def fit_twice_with_hooks(strategy: str) -> tuple[list[float], list[int]]:
 def test_hooks_draw_alike_on_all_ranks(ranks: Any, name: str) -> None:
     first, second = ranks(2).run(fit_twice_with_hooks, name)
     assert first == second
+
+
+# Of DTensors ------------------------------------------------------------------------------------------------------
+
+
+def test_dtensors_draw_from_the_generator_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made by torch, at the first draw, the tracker gives every rank the state of rank 0."""
+    state = SimpleNamespace(to=lambda device: state)
+    calls: dict[str, Any] = {"is_available": lambda: True, "device_count": lambda: 1, "get_rng_state": lambda: state}
+    monkeypatch.setattr(torch, "xla", SimpleNamespace(**calls, set_rng_state=mock.Mock()), raising=False)
+    mesh: Any = SimpleNamespace(device_type="xla", get_rank=lambda: 0)
+    with mock.patch.object(torch.distributed, "broadcast") as broadcast:
+        with _torch.random_states.states_of_ranks(mesh):
+            tracker = _random._rng_tracker
+            assert isinstance(tracker, _random.OffsetBasedRNGTracker)
+            with _torch.random_states.states_of_ranks(mesh):
+                assert _random._rng_tracker is tracker
+            assert _random._rng_tracker is tracker
+        assert _random._rng_tracker is None
+        broadcast.assert_not_called()
+
+
+def when_states_are_those_of_ranks(strategy: str) -> list[str]:
+    noted: list[str] = []
+
+    @contextlib.contextmanager
+    def states_of_ranks(mesh: Any) -> Iterator[None]:
+        noted.append(f"begin on {mesh.size()}")
+        with original(mesh):  # on the host, torch can make no tracker
+            assert _random._rng_tracker is None
+            yield
+        noted.append("end")
+
+    def parallelize(*args: Any) -> Any:
+        noted.append("parallelize")
+        return parallel(*args)
+
+    class Module(ByteGPT):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            noted.append("step")
+            return super().training_step(batch, batch_idx)
+
+    original, parallel = _torch.random_states.states_of_ranks, parallel_module.parallelize
+    with (
+        mock.patch.object(_torch.random_states, "states_of_ranks", states_of_ranks),
+        mock.patch.object(parallel_module, "parallelize", parallelize),
+    ):
+        trainer_for(strategy, 2, max_steps=1).fit(Module(), loader(2, 1))
+    return noted
+
+
+def test_states_are_those_of_ranks_before_layers_run_and_until_teardown(ranks: Any) -> None:
+    """Layers that are split are compared with whole ones already while the module is made parallel."""
+    found = ranks(2).run(when_states_are_those_of_ranks, "fsdp_custom")
+    assert found == [["begin on 2", "parallelize", "step", "end"]] * 2
