@@ -52,7 +52,7 @@ def deal_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Outline:
-    """What has to be known of a tensor before it is received."""
+    """Shape, strides and dtype of a tensor, which have to be known before it is received."""
 
     shape: torch.Size
     stride: tuple[int, ...]
