@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -158,6 +159,24 @@ def _forget_dead_groups() -> None:
         _built.world, _built.meshes, _built.host_groups = dist.group.WORLD, {}, {}
 
 
+def data_rank_of(rank: int, degrees: Degrees, *, innermost: str = "tensor") -> int:
+    """The place of a rank among those that read different samples, as `build_mesh` orders them; needs no group.
+
+    Args:
+        rank: Its number among all ranks.
+        degrees: Resolved degrees.
+        innermost: As for `build_mesh`.
+    """
+    names = _outermost_first(innermost)
+    inside = names[names.index("shard") + 1 :]
+    return rank // math.prod(int(getattr(degrees, name)) for name in inside) % degrees.data
+
+
+def _outermost_first(innermost: str) -> list[str]:
+    """Degrees in the order of the axes. The sort is stable: `innermost` moves to the end, the others keep theirs."""
+    return sorted(AXES, key=lambda name: name == innermost)
+
+
 def _groups(mesh: Mesh) -> list[ProcessGroup]:
     meshes = (mesh.devices, mesh.data, mesh.sharding, mesh.gradients)
     groups = [group for each in meshes for group in each.get_all_groups()]
@@ -166,8 +185,7 @@ def _groups(mesh: Mesh) -> list[ProcessGroup]:
 
 
 def _new_mesh(degrees: Degrees, device_type: str, innermost: str) -> Mesh:
-    # The sort is stable and False comes first: `innermost` moves to the end, all others keep their order.
-    sizes = {AXES[name]: getattr(degrees, name) for name in sorted(AXES, key=lambda name: name == innermost)}
+    sizes = {AXES[name]: getattr(degrees, name) for name in _outermost_first(innermost)}
     # The shard axis always exists, so that every model is sharded in the same way; other axes of one rank do not.
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis == AXES["shard"]}
     if degrees.replicate == 1:

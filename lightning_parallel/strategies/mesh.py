@@ -19,7 +19,7 @@ from lightning_parallel.dtypes import DtypePolicy, precision_violations
 from lightning_parallel.parallelize import left_over_violations, parallelized
 from lightning_parallel.policies import LayerPolicies, Policies
 from lightning_parallel.ranks.degrees import Degrees
-from lightning_parallel.ranks.mesh import Mesh, build_mesh
+from lightning_parallel.ranks.mesh import Mesh, build_mesh, data_rank_of
 from lightning_parallel.steps import StepHooks
 from lightning_parallel.strategies.host_init import tensors_on_host
 from lightning_parallel.strategies.mesh_refusals import mesh_module_violations, mesh_violations
@@ -186,16 +186,28 @@ class MeshStrategy(ProcessGroupStrategy):
     @property
     @override
     def data_group(self) -> dist.ProcessGroup:
-        return self.mesh.data.get_group()
+        return self._built_mesh().data.get_group()
+
+    @property
+    @override
+    def data_rank(self) -> int:
+        return data_rank_of(self.global_rank, self.degrees, innermost=self._innermost)
+
+    @property
+    def _innermost(self) -> str:
+        return "pipeline" if self._degrees.pipeline == "node" else "tensor"
+
+    def _built_mesh(self) -> Mesh:
+        """The mesh, built by the first collective that needs it. A collective then."""
+        if self._mesh is None:
+            device_type = self.root_device.type
+            self._mesh = build_mesh(self.degrees, device_type, innermost=self._innermost, timeout=self._timeout)
+        return self._mesh
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self._mesh is None:
-            innermost = "pipeline" if self._degrees.pipeline == "node" else "tensor"
-            device_type = self.root_device.type
-            self._mesh = build_mesh(self.degrees, device_type, innermost=innermost, timeout=self._timeout)
-        _lightning.set_device_mesh(self.module, self._mesh.devices)
+        _lightning.set_device_mesh(self.module, self._built_mesh().devices)
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -43,6 +43,19 @@ def adopt_optimizers(
         _separate_mixed_groups(optimizer)
 
 
+def tell_missing_states(optimizers: Sequence[Optimizer], states: Sequence[object]) -> None:
+    """Say of how many optimizers a checkpoint has the state, where it is not that of each.
+
+    Args:
+        optimizers: The module's.
+        states: Those of the checkpoint, from which a hook may have taken some.
+    """
+    if len(states) != len(optimizers):
+        anew = ", ".join(type(optimizer).__name__ for optimizer in optimizers[len(states) :])
+        rest = f"without a state: {anew}" if anew else "those beyond are not used"
+        rank_zero_info(f"states of optimizers in the checkpoint: {len(states)}, optimizers: {len(optimizers)}; {rest}")
+
+
 def _strangers(optimizers: Sequence[Optimizer], module: nn.Module) -> list[str]:
     known = set(module.parameters())
     found = []

@@ -25,6 +25,7 @@ from lightning_parallel.steps import StepHooks
 from lightning_parallel.strategies.closures import closure_of_update
 from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.first_step import FirstStep
+from lightning_parallel.strategies.optimizers import tell_missing_states
 from lightning_parallel.strategies.refusals import module_violations, without_unmovable_module
 from lightning_parallel.techniques.deferred_init.deferral import Deferral
 
@@ -167,6 +168,7 @@ class PlannedStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        tell_missing_states(self.optimizers, checkpoint["optimizer_states"])
         super().load_optimizer_state_dict(checkpoint)
         self.steps.state_was_loaded()
 

@@ -26,6 +26,7 @@ from lightning_parallel.checkpoint.full_state import (
 )
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.collectives import stacked
+from lightning_parallel.strategies.optimizers import tell_missing_states
 from lightning_parallel.strategies.planned_strategy import PlannedStrategy
 from lightning_parallel.strategies.refusals import device_violations
 from lightning_parallel.strategies.sampling import SampleDealer
@@ -97,8 +98,12 @@ class ProcessGroupStrategy(PlannedStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        is_ready = dist.is_initialized()
-        return {"num_replicas": self.degrees.data, "rank": self.data_group.rank() if is_ready else self.global_rank}
+        return {"num_replicas": self.degrees.data, "rank": self.data_rank}
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among those that read different samples."""
+        return self.global_rank
 
     @property
     def process_group_backend(self) -> str | None:
@@ -167,7 +172,8 @@ class ProcessGroupStrategy(PlannedStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         # LightningModule.all_gather passes the group of all ranks by default. Ranks that share samples count once.
-        if group not in (None, dist.group.WORLD) or self.data_group is dist.group.WORLD:
+        is_own = group not in (None, dist.group.WORLD)
+        if is_own or not dist.is_initialized() or self.data_group is dist.group.WORLD:
             return super().all_gather(tensor, group, sync_grads)
         # torch's gather has a backward only for all ranks of the process.
         with torch.set_grad_enabled(torch.is_grad_enabled() and sync_grads):
@@ -180,7 +186,7 @@ class ProcessGroupStrategy(PlannedStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self._streams.begin(self.module.trainer, self.distributed_sampler_kwargs["rank"], self.root_device)
+        self._streams.begin(self.module.trainer, self.data_rank, self.root_device)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -193,14 +199,16 @@ class ProcessGroupStrategy(PlannedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        self._streams.add_to(checkpoint, self.module.trainer, self.root_device)
+        if (trainer := _lightning.attached_trainer(self.module)) is not None:  # there is none before a fit
+            self._streams.add_to(checkpoint, trainer, self.root_device)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         options = {} if weights_only is None else {"weights_only": weights_only}  # Lightning's, since 2.6
         checkpoint = super().load_checkpoint(checkpoint_path, **options)
-        if self.module.trainer.state.fn == TrainerFn.FITTING:
+        trainer = None if self.lightning_module is None else _lightning.attached_trainer(self.lightning_module)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self._streams.take_from(checkpoint)
         return checkpoint
 
@@ -224,7 +232,8 @@ class ProcessGroupStrategy(PlannedStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        tell_missing_states(self.optimizers, states := checkpoint["optimizer_states"])
+        for optimizer, state in zip(self.optimizers, states, strict=False):
             load_whole_optimizer_state(optimizer, state)
         self.steps.state_was_loaded()
 
