@@ -93,16 +93,13 @@ def attached_trainer(module: LightningModule) -> Trainer | None:
     return module._trainer
 
 
-def detach_module(strategy: Strategy) -> None:
-    """Let `strategy` forget its module, so that its teardown leaves that alone; `attach_module` undoes it.
-
-    `Strategy._lightning_module`, since 1.6; waits for a teardown that can be told to move nothing.
-    """
-    strategy._lightning_module = None
+def is_compiled(module: LightningModule) -> bool:
+    """Whether `module` came from `torch.compile`. `LightningModule._compiler_ctx`, since 2.0; no public spelling."""
+    return module._compiler_ctx is not None
 
 
 def attach_module(strategy: Strategy, module: LightningModule | None) -> None:
-    """Give `strategy` the module back that `detach_module` took, without connecting it anew.
+    """Let `strategy` have this module, without connecting it anew; with ``None`` its teardown has none to move.
 
     `Strategy._lightning_module`, since 1.6; the public `connect` wraps the module, too.
     """

@@ -66,6 +66,10 @@ class Parallelized:
     lengths: tuple[Lengths, ...] = ()
     cut: CutStack | None = None
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # A copy of a module is not parallel: it has no record. Parts of a tensor are not copied in the first place.
+        return type(None), ()
+
     def replaced(self) -> dict[Tensor, Tensor]:
         """The module's own parameter -> the tensor that has replaced it."""
         return {own: current for snapshot in self.snapshots for own, current in snapshot.replaced()}

@@ -76,6 +76,13 @@ class Plan:
         pairs["degrees"] = self.degrees, degrees
         return [f"{name}: {old} before, {new} now" for name, (old, new) in pairs.items() if old != new]
 
+    @property
+    def replaces_parameters(self) -> bool:
+        """Whether any parameter is sharded, split or cut; on one rank, for offload or a copy in another dtype."""
+        degrees = self.degrees
+        is_alone = degrees.data == degrees.context == degrees.tensor == degrees.pipeline == 1
+        return self.policies.shards and (not is_alone or any(sharding.units for sharding in self.sharding))
+
     def to_json(self) -> str:
         """The plan as JSON: dtypes by name, sets as sorted lists."""
         return json.dumps(_plain(self), indent=2)

@@ -16,6 +16,7 @@ from lightning_parallel._torch import (
     random_states,
     schedules,
     tensors,
+    unit_classes,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "random_states",
     "schedules",
     "tensors",
+    "unit_classes",
 ]

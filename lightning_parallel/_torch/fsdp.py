@@ -297,11 +297,6 @@ def gathered_parameters(unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
                 yield parameter.sharded_param, parameter._unsharded_param
 
 
-def class_name(module: nn.Module) -> str:
-    """Return the class name of a module as its author wrote it: `fully_shard` puts "FSDP" in front, since 2.4."""
-    return type(module).__name__.removeprefix("FSDP") if isinstance(module, FSDPModule) else type(module).__name__
-
-
 @contextlib.contextmanager
 def unscaling_shards(scaler: torch.amp.GradScaler) -> Iterator[None]:
     """Inside this context, `scaler` unscales sharded and whole gradients together, and all ranks skip the same steps.

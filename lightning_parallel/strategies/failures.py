@@ -42,6 +42,10 @@ class FailureWatch:
         self._has_read = False
         self._is_over = threading.Event()
 
+    def __reduce__(self) -> tuple[type[FailureWatch], tuple[()]]:
+        # A copy, in another process or for another fit, watches nobody yet; locks and connections cannot be copied.
+        return type(self), ()
+
     def start(self, strategy: ParallelStrategy) -> None:
         """Watch the other ranks of `strategy`, whose process group is there. A collective."""
         if strategy.world_size == 1:

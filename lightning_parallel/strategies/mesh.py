@@ -8,7 +8,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
-import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -19,15 +18,14 @@ from lightning_parallel.dtypes import DtypePolicy, precision_violations
 from lightning_parallel.parallelize import left_over_violations, parallelized
 from lightning_parallel.policies import LayerPolicies, Policies
 from lightning_parallel.ranks.degrees import Degrees
-from lightning_parallel.ranks.mesh import Mesh, build_mesh, data_rank_of
 from lightning_parallel.steps import StepHooks
 from lightning_parallel.strategies.host_init import tensors_on_host
-from lightning_parallel.strategies.mesh_refusals import mesh_module_violations, mesh_violations
+from lightning_parallel.strategies.mesh_refusals import mesh_module_violations, mesh_violations, unbuilt_violations
+from lightning_parallel.strategies.meshed_strategy import MeshedStrategy
 from lightning_parallel.strategies.module_device import set_module_device
 from lightning_parallel.strategies.optimizers import adopt_optimizers
 from lightning_parallel.strategies.parallel_module import ParallelModule
 from lightning_parallel.strategies.precision import module_dtype, sharded_precision, sharding_dtypes
-from lightning_parallel.strategies.process_group import ProcessGroupStrategy
 from lightning_parallel.strategies.while_set_up import while_set_up
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class MeshStrategy(ProcessGroupStrategy):
+class MeshStrategy(MeshedStrategy):
     """Train an unchanged LightningModule on a mesh of ranks. A degree ``"node"`` is the number of ranks on a machine.
 
     Args:
@@ -127,9 +125,8 @@ class MeshStrategy(ProcessGroupStrategy):
             accumulation_sync=accumulation_sync,
             optimizer_in_backward=optimizer_in_backward,
         )
-        super().__init__(policies, process_group_backend=process_group_backend, timeout=timeout, check=check)
-        self._degrees = Degrees(replicate=replicate, shard=shard, context=context, tensor=tensor, pipeline=pipeline)
-        self._mesh: Mesh | None = None
+        degrees = Degrees(replicate=replicate, shard=shard, context=context, tensor=tensor, pipeline=pipeline)
+        super().__init__(policies, degrees, process_group_backend=process_group_backend, timeout=timeout, check=check)
         self._parallel: ParallelModule | None = None
         self._while_set_up = contextlib.ExitStack()
 
@@ -150,17 +147,12 @@ class MeshStrategy(ProcessGroupStrategy):
         further = mesh_module_violations(module, plan, self._policies, cuts=self.cuts_batches, is_fitting=is_fitting)
         return [*super().module_violations(module, is_fitting=is_fitting), *further]
 
-    @property
     @override
-    def degrees(self) -> Degrees:
-        return self._degrees.resolve(self.num_nodes * self.num_processes, self.num_processes)
-
-    @property
-    def mesh(self) -> Mesh:
-        """The ranks by purpose; exists once `fit`, `validate`, `test` or `predict` has begun."""
-        if self._mesh is None:
-            raise RuntimeError("the mesh exists only once fit, validate, test or predict has begun")
-        return self._mesh
+    def unbuilt_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
+        replaces = self.num_nodes * self.num_processes > 1
+        return unbuilt_violations(
+            module, self._policies, replaces=replaces, cuts=self.cuts_batches, is_fitting=is_fitting
+        )
 
     @property
     @override
@@ -183,38 +175,13 @@ class MeshStrategy(ProcessGroupStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = sharded_precision(precision_plugin)
 
-    @property
-    @override
-    def data_group(self) -> dist.ProcessGroup:
-        return self._built_mesh().data.get_group()
-
-    @property
-    @override
-    def data_rank(self) -> int:
-        return data_rank_of(self.global_rank, self.degrees, innermost=self._innermost)
-
-    @property
-    def _innermost(self) -> str:
-        return "pipeline" if self._degrees.pipeline == "node" else "tensor"
-
-    def _built_mesh(self) -> Mesh:
-        """The mesh, built by the first collective that needs it. A collective then."""
-        if self._mesh is None:
-            device_type = self.root_device.type
-            self._mesh = build_mesh(self.degrees, device_type, innermost=self._innermost, timeout=self._timeout)
-        return self._mesh
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        _lightning.set_device_mesh(self.module, self._built_mesh().devices)
-
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         self._while_set_up.enter_context(_torch.random_states.states_of_ranks(self.mesh.devices))
         self._parallel = ParallelModule(self, self.mesh)
-        self._while_set_up.enter_context(while_set_up(trainer, self.module, self.mesh))
+        replaces = self._parallel.current.plan.replaces_parameters
+        self._while_set_up.enter_context(while_set_up(trainer, self.module, self.mesh, replaces=replaces))
         set_module_device(self.module, self.root_device)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._has_cut_optimizers = is_fitting or self._parallel.was_left

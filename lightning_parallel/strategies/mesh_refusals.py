@@ -74,10 +74,28 @@ def mesh_module_violations(
         is_fitting: Whether it is to be trained.
     """
     found: list[str] = []
+    replaces = False
     if plan is not None:
+        replaces = plan.replaces_parameters
         found += plan.violations
-        found += unshardable_violations(module)
+        found += unshardable_violations(module) if replaces else []
         found += forward_method_violations(module, policies.forward_methods)
+    return [*found, *unbuilt_violations(module, policies, replaces=replaces, cuts=cuts, is_fitting=is_fitting)]
+
+
+def unbuilt_violations(
+    module: LightningModule, policies: Policies, *, replaces: bool, cuts: bool, is_fitting: bool
+) -> list[str]:
+    """Reasons that lie in the Trainer and in methods of the module, whatever hooks have still to build.
+
+    Args:
+        module: The user's module.
+        policies: The options.
+        replaces: Whether parameters are sharded, split or cut.
+        cuts: Whether a stack is cut into pipeline stages.
+        is_fitting: Whether the module is to be trained.
+    """
+    found = unshardable_callback_violations(module) if replaces else []
     if cuts:
         found += pipelined_module_violations(module)
     if policies.optimizer_in_backward and is_fitting:
@@ -185,6 +203,12 @@ def unshardable_violations(module: LightningModule) -> list[str]:
     sparse = [path for path, child in module.named_modules() if getattr(child, "sparse", False) is True]
     if sparse:
         found.append(f"sparse gradients cannot be sharded: {', '.join(sparse[:4])}; give sparse=False, or ddp_custom")
+    return found
+
+
+def unshardable_callback_violations(module: LightningModule) -> list[str]:
+    """Reasons that lie in callbacks and loggers of the Trainer, if there is one, which handle whole parameters."""
+    found = []
     trainer: Any = _lightning.attached_trainer(module)
     used = trainer.callbacks if trainer is not None else ()
     if any(isinstance(callback, callbacks.ModelPruning) for callback in used):

@@ -8,16 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel import _lightning
-from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.plan import Plan, build_plan, module_key
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
@@ -27,18 +23,17 @@ from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.first_step import FirstStep
 from lightning_parallel.strategies.optimizers import tell_missing_states
 from lightning_parallel.strategies.refusals import module_violations, without_unmovable_module
+from lightning_parallel.strategies.refusing_strategy import RefusingStrategy
 from lightning_parallel.techniques.deferred_init.deferral import Deferral
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
-_BUILDERS = ("configure_model", "setup")
-"""Hooks in which a module may build what it trains: before them there is nothing to plan."""
 
 
-class PlannedStrategy(ParallelStrategy):
-    """A strategy that plans the changes to a module, and refuses impossible ones before it begins.
+class PlannedStrategy(RefusingStrategy):
+    """A strategy that plans the changes to a module.
 
     Args:
         policies: The rules, without those that depend on the module.
@@ -57,12 +52,6 @@ class PlannedStrategy(ParallelStrategy):
 
     _defers_init = False
     """Whether `configure_model` is recorded instead of run, so that no rank holds the whole module."""
-
-    @property
-    def module(self) -> LightningModule:
-        """The user's module; exists once there is one."""
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     @property
     def steps(self) -> StepHooks:
@@ -106,39 +95,9 @@ class PlannedStrategy(ParallelStrategy):
             self._planned = key, build_plan(module, degrees, policies)
         return self._planned[1]
 
-    def set_up_violations(self) -> list[str]:
-        """Reasons that lie in the devices and the rules; known as soon as the Trainer is made."""
-        return []
-
-    def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
-        """Reasons that lie in the module; known before processes start where the module is built by then.
-
-        Args:
-            module: The user's module.
-            is_fitting: Whether it is to be trained.
-        """
-        return module_violations(module, is_fitting=is_fitting, record=self._deferral.record)
-
-    def refuse(self, violations: list[str]) -> None:
-        """Raise with all `violations` on rank 0; the other ranks see the same ones and end without repeating them."""
-        if violations:
-            raise ConfigurationError(violations if self.global_rank == 0 else ["refused; rank 0 says why"])
-
-    def check_module(self, module: LightningModule, *, is_built: bool = False) -> None:
-        """Refuse a module that cannot be run; one that hooks have still to build is left for later.
-
-        Args:
-            module: The module.
-            is_built: Whether its hooks have run.
-        """
-        if is_built or not any(is_overridden(name, module) for name in _BUILDERS):
-            is_fitting = _lightning.attached_trainer(module) is None or module.trainer.state.fn == TrainerFn.FITTING
-            self.refuse(self.module_violations(module, is_fitting=is_fitting))
-
     @override
-    def connect(self, model: LightningModule) -> None:
-        super().connect(model)
-        self.check_module(model)
+    def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
+        return module_violations(module, is_fitting=is_fitting, record=self._deferral.record)
 
     @override
     def setup_environment(self) -> None:
@@ -148,6 +107,7 @@ class PlannedStrategy(ParallelStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
+        self._deferral.give_back()
         self.accelerator.setup(trainer)
         self.check_module(self.module, is_built=True)
         self.first_step.begin(trainer)

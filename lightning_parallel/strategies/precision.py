@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,11 @@ from lightning_parallel.techniques.clipping import clip_gradients_by_norm, clip_
 
 
 class _ClipsShards(Precision):
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By the plugin that it stands for: under the name of this class, pickle would find that one's class.
+        plain = next(plain for plain, sharded in _SHARDED.items() if sharded is type(self))
+        return _sharded_again, (plain, dict(vars(self)))
+
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_gradients_by_norm(self.main_params(optimizer), clip_val)
@@ -64,10 +70,14 @@ def sharded_precision(plugin: Precision | None) -> Precision | None:
     """The same plugin with clipping over shards; a user's own kind of plugin is left as it is."""
     if plugin is None or type(plugin) not in _SHARDED:
         return plugin
-    cls = _SHARDED[type(plugin)]
-    sharded: Any = cls.__new__(cls)
-    sharded.__dict__.update(vars(plugin))
-    return sharded  # type: ignore[no-any-return]
+    return _sharded_again(type(plugin), vars(plugin))
+
+
+def _sharded_again(plain: type[Precision], state: Mapping[str, Any]) -> Precision:
+    cls = _SHARDED[plain]
+    sharded = cls.__new__(cls)
+    sharded.__dict__.update(state)
+    return sharded
 
 
 def sharding_dtypes(plugin: Precision) -> DtypePolicy:

@@ -129,6 +129,6 @@ def without_unmovable_module(strategy: Strategy) -> Iterator[None]:
     if module is not None:
         is_unmade = any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
         if is_unmade or _is_left_parallel(module):
-            _lightning.detach_module(strategy)
+            _lightning.attach_module(strategy, None)
     yield
     _lightning.attach_module(strategy, module)

@@ -17,17 +17,19 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def while_set_up(trainer: Trainer, module: LightningModule, mesh: Mesh) -> Iterator[None]:
+def while_set_up(trainer: Trainer, module: LightningModule, mesh: Mesh, *, replaces: bool) -> Iterator[None]:
     """Inside this context, a module that is sharded or shared can run and be read, and what ranks share counts once.
 
     Args:
         trainer: The trainer, with its loops and callbacks.
         module: The module, made parallel.
         mesh: The ranks.
+        replaces: Whether parameters are sharded, split or cut; else all that is read of them is whole.
     """
     group = mesh.data.get_group()
     with ExitStack() as stack:
-        stack.enter_context(whole_values(trainer, module, mesh))
+        if replaces:
+            stack.enter_context(whole_values(trainer, module, mesh))
         stack.enter_context(inference_mode_left(trainer))
         if mesh.shares_samples:
             stack.enter_context(metrics_synced_over(group))

@@ -135,6 +135,7 @@ def _shard_unit(unit: nn.Module, *, ignored_params: set[nn.Parameter], **options
     for parameter in own:
         if not parameter.is_contiguous():  # channels_last: FSDP2 takes rows of contiguous tensors only
             parameter.data = parameter.data.contiguous()
+    _torch.unit_classes.prepare_class(unit)
     fully_shard(unit, ignored_params=ignored_params, **options)
     for original in own - set(unit.parameters()):
         if not (original.is_meta or isinstance(original, DTensor)):  # nobody refers to the latter, which are ours

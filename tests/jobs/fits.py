@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_parallel
@@ -128,7 +129,7 @@ def too_large_to_be_whole(num_ranks: int, path: str) -> dict[str, Any]:
         trainer.fit(module, loader(num_ranks))
         found: dict[str, Any] = {"first": full_state_dict(trainer)}
         trainer.save_checkpoint(path)
-        found["sharded"] = type(module).__name__
+        found["sharded"] = isinstance(module, FSDPModule), type(module).__name__
         validated = trainer_for("fsdp_custom", num_ranks)
         found["validated"] = validated.validate(module, loader(num_ranks, 1), verbose=False)
         others = ("ddp_custom", "zero2_custom", "tp_custom", "fsdp_custom:recompute=full")
@@ -136,5 +137,5 @@ def too_large_to_be_whole(num_ranks: int, path: str) -> dict[str, Any]:
     again = trainer_for("fsdp_custom", num_ranks)
     again.fit(module, loader(num_ranks))
     found["second"] = full_state_dict(again)
-    found["plain"] = type(module).__name__
+    found["plain"] = isinstance(module, FSDPModule), type(module).__name__
     return found

@@ -7,10 +7,13 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from torch.utils.data import DataLoader
 
 from lightning_parallel import ConfigurationError, DDPStrategy, MeshStrategy, build_strategy
+from lightning_parallel.presets import PRESETS
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
 from tests.data import data_of
 from tests.jobs.fits import fit_module, messages
@@ -76,6 +79,39 @@ def test_fit_starts_no_process(
     assert not dist.is_initialized()
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kwargs", "words"),
+    [
+        ("fsdp_custom", {"callbacks": [ModelPruning("l1_unstructured")]}, ["ModelPruning sorts and replaces"]),
+        ("fsdp_custom", {"callbacks": [StochasticWeightAveraging(0.1)]}, ["StochasticWeightAveraging copies"]),
+        ("fsdp_custom:optimizer_in_backward=true", {"gradient_clip_val": 1.0}, ["gradient_clip_val"]),
+        ("pp_custom", {"callbacks": [StochasticWeightAveraging(0.1)]}, ["3 problems", "manually", "iterator"]),
+    ],
+)
+def test_what_is_known_of_a_module_that_is_not_built(strategy: str, kwargs: dict[str, Any], words: list[str]) -> None:
+    class Unbuilt(REFUSED_CASES["all_frozen"]):  # type: ignore[misc]
+        def configure_model(self) -> None:
+            raise AssertionError("the module was built")
+
+        def predict_step(self, dataloader_iter: Any) -> None: ...
+
+    module = Unbuilt()
+    module.automatic_optimization = "pp" not in strategy
+    trainer = make_trainer(build_strategy(strategy), 2, **kwargs)
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(module, DataLoader(data_of("byte_gpt", 8, 4), batch_size=2))
+    assert all(word in str(caught.value) for word in words)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_compiled_module_is_refused_with_what_to_give(name: str) -> None:
+    trainer = make_trainer(build_strategy(name), 1)
+    for run in (trainer.fit, trainer.validate):
+        with pytest.raises(ConfigurationError, match="compile=layers"):
+            run(torch.compile(ByteGPT()), DataLoader(data_of("byte_gpt", 8, 4), batch_size=2))
 
 
 def test_validation_needs_no_trainable_parameters(ranks: Any) -> None:

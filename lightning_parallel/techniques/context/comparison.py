@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from torch import nn
 
-from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.layer_check import Difference, Wording
 from lightning_parallel.module.layer_run import HIDDEN_STATES
@@ -131,4 +130,4 @@ def bypassed(path: str, layer: nn.Module) -> str:
 
 
 def _name(path: str, layer: nn.Module) -> str:
-    return f"{path} ({_torch.fsdp.class_name(layer)})"
+    return f"{path} ({type(layer).__name__})"

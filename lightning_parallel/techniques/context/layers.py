@@ -141,7 +141,7 @@ class _Part:
         if any(is_cache(value) for value in (*args, *kwargs.values())):
             raise ConfigurationError(
                 [
-                    f"{self.path} ({_torch.fsdp.class_name(layer)}) is given a cache of keys and values that holds "
+                    f"{self.path} ({type(layer).__name__}) is given a cache of keys and values that holds "
                     "whole sequences, to which a part cannot attend; give context=1"
                 ]
             )

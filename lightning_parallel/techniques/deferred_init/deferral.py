@@ -56,11 +56,16 @@ class Deferral:
         self._module = module
         module.__dict__["configure_model"] = configure_model
 
-    def detach(self) -> None:
-        """Give the module its own method back, and forget the record."""
+    def give_back(self) -> None:
+        """Give the module its own method back: it is built. A function of ours on it could not be pickled."""
         if self._module is not None:
             self._module.__dict__.pop("configure_model", None)
-        self._module = self.record = None
+        self._module = None
+
+    def detach(self) -> None:
+        """Give the module its own method back, and forget the record."""
+        self.give_back()
+        self.record = None
 
     def _build_deferred(self, module: nn.Module, build: Callable[[], None]) -> None:
         before, random_state = [_state_of(child) for child in module.modules()], RandomState.take(_HOST)

@@ -35,7 +35,7 @@ def check_layer(layer: nn.Module, split: SplitLayer, function: Callable[..., Any
         split.flow.has_checked_gradients = True
         return
     region = split.region
-    wording = _wording(f"{split.path} ({_torch.fsdp.class_name(layer)})")
+    wording = _wording(f"{split.path} ({type(layer).__name__})")
     comparison = LayerCheck(
         layer,
         region.whole_arguments(args, kwargs),

@@ -1,0 +1,82 @@
+"""Strategies whose ranks form a mesh, with an axis for each degree."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from lightning_parallel import _lightning
+from lightning_parallel.policies import Policies
+from lightning_parallel.ranks.degrees import Degrees
+from lightning_parallel.ranks.mesh import Mesh, build_mesh, data_rank_of
+from lightning_parallel.strategies.process_group import ProcessGroupStrategy
+
+
+class MeshedStrategy(ProcessGroupStrategy):
+    """Resolves the degrees once the devices are known, and builds their mesh once there is a process group.
+
+    Args:
+        policies: The rules, but for what belongs to a module.
+        degrees: As given.
+        process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
+        timeout: How long a collective waits for a rank that is missing; seconds or a timedelta.
+        check: Whether the first step is compared with one process.
+    """
+
+    def __init__(
+        self,
+        policies: Policies,
+        degrees: Degrees,
+        *,
+        process_group_backend: str | None,
+        timeout: timedelta | float,
+        check: str,
+    ) -> None:
+        super().__init__(policies, process_group_backend=process_group_backend, timeout=timeout, check=check)
+        self._degrees = degrees
+        self._mesh: Mesh | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Process groups belong to this process; a copy joins groups of its own.
+        return {**super().__getstate__(), "_mesh": None}
+
+    @property
+    @override
+    def degrees(self) -> Degrees:
+        return self._degrees.resolve(self.num_nodes * self.num_processes, self.num_processes)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks by purpose; exists once `fit`, `validate`, `test` or `predict` has begun."""
+        if self._mesh is None:
+            raise RuntimeError("the mesh exists only once fit, validate, test or predict has begun")
+        return self._mesh
+
+    @property
+    @override
+    def data_group(self) -> dist.ProcessGroup:
+        return self._built_mesh().data.get_group()
+
+    @property
+    @override
+    def data_rank(self) -> int:
+        return data_rank_of(self.global_rank, self.degrees, innermost=self._innermost)
+
+    @property
+    def _innermost(self) -> str:
+        return "pipeline" if self._degrees.pipeline == "node" else "tensor"
+
+    def _built_mesh(self) -> Mesh:
+        """The mesh, built by the first collective that needs it. A collective then."""
+        if self._mesh is None:
+            device_type = self.root_device.type
+            self._mesh = build_mesh(self.degrees, device_type, innermost=self._innermost, timeout=self._timeout)
+        return self._mesh
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        _lightning.set_device_mesh(self.module, self._built_mesh().devices)
