@@ -50,9 +50,10 @@ class ZeroStrategy(DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         # That of other ranks' parameters is dropped before, not after: the device has no room for it.
-        pairs = zip(self._sharded, checkpoint["optimizer_states"], strict=True)
+        states = checkpoint["optimizer_states"]
+        pairs = zip(self._sharded, states, strict=False)
         own = [{**state, "state": sharded.own_part(state["state"])} for sharded, state in pairs]
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own})
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": [*own, *states[len(own) :]]})
 
     @override
     def teardown(self) -> None:

@@ -79,7 +79,7 @@ class TwoOptimizers(L.LightningModule):
 @pytest.mark.parametrize(
     ("before", "after", "words"), [(1, 2, "2; without a state: Adam"), (2, 1, "1; those beyond are not used")]
 )
-@pytest.mark.parametrize("name", ["dp_custom", "ddp_custom", "fsdp_custom"])
+@pytest.mark.parametrize("name", ["dp_custom", "ddp_custom", "zero1_custom", "fsdp_custom"])
 def test_other_numbers_of_optimizers_are_told(
     name: str, before: int, after: int, words: str, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
