@@ -24,6 +24,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler, _request_dataloader
@@ -48,6 +49,9 @@ DDPForwardRedirection = _DDPForwardRedirection
 
 SubprocessLauncher = _SubprocessScriptLauncher
 """Starts the script once more for each further rank; since 1.6, waits for a public name."""
+
+ProcessLauncher = _MultiProcessingLauncher
+"""Starts functions in processes of their own; since 1.6, waits for a public name."""
 
 Progress = _BaseProgress
 """Counters of loops; since 2.0, waits for a public way to set a loop back."""

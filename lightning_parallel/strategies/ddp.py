@@ -18,6 +18,7 @@ from lightning_parallel.parallelize import transform_layers
 from lightning_parallel.policies import LayerPolicies, Policies
 from lightning_parallel.steps import StepHooks
 from lightning_parallel.strategies.ddp_steps import DDPSteps
+from lightning_parallel.strategies.launchers import RankOptions
 from lightning_parallel.strategies.optimizers import adopt_optimizers
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
 from lightning_parallel.strategies.refusals import layer_policy_violations, sharded_elsewhere_violations
@@ -55,6 +56,8 @@ class DDPStrategy(ProcessGroupStrategy):
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a missing rank; seconds or a timedelta.
         check: ``"first_step"`` compares the first step with one process, before an update; ``"auto"`` if a copy fits.
+        start_method: How ranks are started: ``"popen"`` runs the script again for each; ``"fork"`` serves notebooks,
+            ``"spawn"`` and ``"forkserver"`` functions that can be pickled.
 
     Example:
         >>> Trainer(strategy=DDPStrategy(comm_hook="fp16"), devices=2)
@@ -78,6 +81,7 @@ class DDPStrategy(ProcessGroupStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float = default_pg_timeout,
         check: str = "off",
+        start_method: str = "popen",
     ) -> None:
         policies = Policies(
             layer=LayerPolicies(layers=layers, float8=float8, recompute=recompute, compile=compile),
@@ -85,7 +89,8 @@ class DDPStrategy(ProcessGroupStrategy):
             offload=offload,
             accumulation_sync=accumulation_sync,
         )
-        super().__init__(policies, process_group_backend=process_group_backend, timeout=timeout, check=check)
+        ranks = RankOptions(process_group_backend, timeout, start_method)
+        super().__init__(policies, ranks, check=check)
         self._comm_hook = comm_hook
         self._powersgd_rank = powersgd_rank
         self._find_unused_parameters = find_unused_parameters

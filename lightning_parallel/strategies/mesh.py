@@ -20,6 +20,7 @@ from lightning_parallel.policies import LayerPolicies, Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.steps import StepHooks
 from lightning_parallel.strategies.host_init import tensors_on_host
+from lightning_parallel.strategies.launchers import RankOptions
 from lightning_parallel.strategies.mesh_refusals import mesh_module_violations, mesh_violations, unbuilt_violations
 from lightning_parallel.strategies.meshed_strategy import MeshedStrategy
 from lightning_parallel.strategies.module_device import set_module_device
@@ -72,6 +73,8 @@ class MeshStrategy(MeshedStrategy):
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a missing rank; seconds or a timedelta.
         check: ``"first_step"`` compares the first step with one process, before an update; ``"auto"`` if a copy fits.
+        start_method: How ranks are started: ``"popen"`` runs the script again for each; ``"fork"`` serves notebooks,
+            ``"spawn"`` and ``"forkserver"`` functions that can be pickled.
 
     Raises:
         ConfigurationError: From `Trainer(...)` or at the start of `fit`, with every reason at once.
@@ -109,6 +112,7 @@ class MeshStrategy(MeshedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | float = default_pg_timeout,
         check: str = "off",
+        start_method: str = "popen",
     ) -> None:
         policies = Policies(
             layer=LayerPolicies(layers=layers, float8=float8, recompute=recompute, compile=compile),
@@ -126,7 +130,7 @@ class MeshStrategy(MeshedStrategy):
             optimizer_in_backward=optimizer_in_backward,
         )
         degrees = Degrees(replicate=replicate, shard=shard, context=context, tensor=tensor, pipeline=pipeline)
-        super().__init__(policies, degrees, process_group_backend=process_group_backend, timeout=timeout, check=check)
+        super().__init__(policies, degrees, RankOptions(process_group_backend, timeout, start_method), check=check)
         self._parallel: ParallelModule | None = None
         self._while_set_up = contextlib.ExitStack()
 

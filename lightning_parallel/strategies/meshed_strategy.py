@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from lightning_parallel import _lightning
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.ranks.mesh import Mesh, build_mesh, data_rank_of
+from lightning_parallel.strategies.launchers import RankOptions
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
 
 
@@ -21,21 +21,12 @@ class MeshedStrategy(ProcessGroupStrategy):
     Args:
         policies: The rules, but for what belongs to a module.
         degrees: As given.
-        process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
-        timeout: How long a collective waits for a rank that is missing; seconds or a timedelta.
+        ranks: How they are started and joined.
         check: Whether the first step is compared with one process.
     """
 
-    def __init__(
-        self,
-        policies: Policies,
-        degrees: Degrees,
-        *,
-        process_group_backend: str | None,
-        timeout: timedelta | float,
-        check: str,
-    ) -> None:
-        super().__init__(policies, process_group_backend=process_group_backend, timeout=timeout, check=check)
+    def __init__(self, policies: Policies, degrees: Degrees, ranks: RankOptions, *, check: str) -> None:
+        super().__init__(policies, ranks, check=check)
         self._degrees = degrees
         self._mesh: Mesh | None = None
 

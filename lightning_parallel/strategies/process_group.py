@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from typing_extensions import override
 from lightning_parallel import _lightning
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.collectives import stacked
+from lightning_parallel.strategies.launchers import RankOptions, build_launcher, start_violations
 from lightning_parallel.strategies.refusals import device_violations
 from lightning_parallel.strategies.sampling import SampleDealer
 from lightning_parallel.strategies.whole_checkpoints import WholeCheckpointsStrategy
@@ -30,35 +30,37 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
 
     Args:
         policies: The rules, but for what belongs to a module.
-        process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
-        timeout: How long a collective waits for a rank that is missing; seconds or a timedelta.
+        ranks: How they are started and joined.
         check: Whether the first step is compared with one process.
     """
 
-    def __init__(
-        self, policies: Policies, *, process_group_backend: str | None, timeout: timedelta | float, check: str
-    ) -> None:
+    def __init__(self, policies: Policies, ranks: RankOptions, *, check: str) -> None:
         super().__init__(policies, check=check)
-        self._process_group_backend = process_group_backend
+        self._process_group_backend, timeout = ranks.backend, ranks.timeout
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        self._start_method = ranks.start_method
         self._dealer: SampleDealer | None = None
 
     @override
     def set_up_violations(self) -> list[str]:
-        return device_violations(
-            num_ranks=self.num_nodes * self.num_processes,
-            num_nodes=self.num_nodes,
-            device_type=self._device_type,
-            syncs_batchnorm=self._layer_sync is not None,
-            backend=self._process_group_backend,
-        )
+        num_ranks = self.num_nodes * self.num_processes
+        return [
+            *device_violations(
+                num_ranks=num_ranks,
+                num_nodes=self.num_nodes,
+                device_type=self._device_type,
+                syncs_batchnorm=self._layer_sync is not None,
+                backend=self._process_group_backend,
+            ),
+            *start_violations(self._start_method, num_ranks=num_ranks, strategy=self),
+        ]
 
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self.refuse(self.set_up_violations())
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _CheckingLauncher(self)
+            self._launcher = build_launcher(self, self._start_method)
 
     @property
     @override
@@ -189,24 +191,6 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
         if self._dealer is not None:
             self._dealer.detach()
         super().teardown()
-
-
-class _CheckingLauncher(_lightning.SubprocessLauncher):
-    """Lightning's launcher, with a check of the module before any process starts."""
-
-    def __init__(self, strategy: ProcessGroupStrategy) -> None:
-        assert strategy.cluster_environment is not None
-        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self._strategy = strategy
-
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        module = self._strategy.lightning_module
-        if module is not None:
-            if trainer is not None:
-                module.trainer = trainer  # Lightning does so after the launch; some refusals look at its settings
-            self._strategy.check_module(module)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 def is_started_externally() -> bool:
