@@ -25,11 +25,12 @@ LAYERS = (
     ("steps",),
     ("strategies", "callbacks"),
     ("presets",),
+    ("verification",),
     ("cli",),
     ("",),
 )
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
-WITH_LIGHTNING = ("strategies", "callbacks", "cli", "presets", "_lightning")
+WITH_LIGHTNING = ("strategies", "callbacks", "verification", "cli", "presets", "_lightning")
 WITHOUT_ENVIRONMENT = ("techniques", "checkpoint", "parallelize", "ranks")
 
 

@@ -25,6 +25,7 @@ _USAGE = """\
 usage: lightning-parallel COMMAND [options]
 
   fit | validate | test | predict   run a recipe: --config recipe.yaml --strategy=NAME:option=value,...
+  verify                            a recipe under its strategy against one process, on the CPU
   explain                           what a recipe's strategy would do to each layer; the options of fit
   strategies                        the names that --strategy takes, and the options of each
   devices                           the accelerators of this machine
@@ -52,6 +53,10 @@ def main() -> None:
         try:
             if command == "explain":
                 _explain()
+            elif command == "verify":
+                from lightning_parallel.cli.verify import verify
+
+                sys.exit(verify(sys.argv[2:]))
             else:
                 LightningCLI(save_config_callback=_SaveConfigBesideLogs)
         except ConfigurationError as error:

@@ -23,6 +23,7 @@ from lightning_parallel import _lightning
 from lightning_parallel.checkpoint.full_state import whole
 from lightning_parallel.errors import FirstStepError
 from lightning_parallel.errors import check as refuse
+from lightning_parallel.module.differences import Tolerance
 from lightning_parallel.module.plain_copy import NotCopyableError, PlainCopy
 from lightning_parallel.ranks.random_streams import RandomState
 from lightning_parallel.ranks.stage_owners import all_stage_owners
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 CHECKS = ("auto", "first_step", "off")
 """Values of the argument `check`."""
+
+_DRAWN = "it draws random numbers (dropout), which ranks that share samples draw for their parts, and differs"
 
 
 def check_violations(check: str) -> list[str]:
@@ -73,6 +76,8 @@ class FirstStep:
         self._listening = ExitStack()
         self.is_paused = False
         """Whether steps are trials, which are undone, and in which memory is measured."""
+        self.outcome, self.finest = "", 0.0
+        """The result in words, and the least precision to expect: a module may compute more coarsely than its dtype."""
 
     def begin(self, trainer: Trainer) -> None:
         """Copy the module, if it is to be compared. Call it before anything is applied to it."""
@@ -152,9 +157,12 @@ class FirstStep:
         self._decide(window.value_differences(window.ours))
 
     def _leave(self, reason: str) -> None:
-        """Compare nothing."""
         self.end()
-        _tell_unchecked(reason)
+        self._tell(f"first step not compared with one process: {reason}")
+
+    def _tell(self, outcome: str) -> None:
+        self.outcome = outcome
+        rank_zero_info(outcome)
 
     def held(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are left as they are on each rank."""
@@ -183,7 +191,7 @@ class FirstStep:
         _make_ready(plain, strategy)
         steps = PlainSteps(module, plain, module.trainer, strategy.root_device)
         window = ComparedWindow if module.automatic_optimization else ManualWindow
-        return window(steps, tolerance_of(strategy))
+        return window(steps, Tolerance(max(tolerance_of(strategy).precision, self.finest)))
 
     def before_backward(self, loss: Tensor) -> None:
         """Watch by what the gradient of `loss` is multiplied: by the loss scale, or by weights of a callback."""
@@ -215,7 +223,7 @@ class FirstStep:
         self._decide(found)
         if self._window is None:
             return
-        rank_zero_info(window.summary())
+        self._tell(window.summary())
         self.end()
 
     @property
@@ -243,9 +251,7 @@ class FirstStep:
             return
         self.end()
         if shares_samples(strategy) and any(draws for _, draws in found):
-            _tell_unchecked(
-                "it draws random numbers (dropout), which ranks that share samples draw for their parts, and differs"
-            )
+            self._leave(_DRAWN)
             return
         rank, first = next((rank, each) for rank, (each, _) in enumerate(found) if each)
         where = _where(again, first)
@@ -289,7 +295,3 @@ def _where(again: SecondRun | None, differences: Sequence[str]) -> str:
         return again.first_difference()
     except Exception:  # where others wait for this rank, its own error, which comes now, ends them
         return ""
-
-
-def _tell_unchecked(reason: str) -> None:
-    rank_zero_info(f"first step not compared with one process: {reason}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -88,3 +89,12 @@ def sharding_dtypes(plugin: Precision) -> DtypePolicy:
 def module_dtype(plugin: Precision) -> torch.dtype | None:
     """The dtype to which `plugin` converts a module; ``None`` if it leaves what the module has."""
     return {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}.get(str(plugin.precision))
+
+
+def widen(module: nn.Module, plugin: Precision) -> None:
+    """Convert a module to fp64 before a checkpoint is loaded into it, if `plugin` would do so afterwards.
+
+    Lightning loads first, which rounds weights to the dtype with which the module was built.
+    """
+    if isinstance(plugin, DoublePrecision):
+        plugin.convert_module(module)

@@ -20,6 +20,7 @@ from lightning_parallel.checkpoint.full_state import (
 from lightning_parallel.policies import Policies
 from lightning_parallel.strategies.optimizers import tell_missing_states
 from lightning_parallel.strategies.planned_strategy import PlannedStrategy
+from lightning_parallel.strategies.precision import widen
 from lightning_parallel.strategies.streams import RandomStreams
 
 
@@ -63,6 +64,7 @@ class WholeCheckpointsStrategy(PlannedStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        widen(self.module, self.precision_plugin)
         load_whole_state_dict(self.module, checkpoint["state_dict"], strict=strict)
 
     @override

@@ -70,3 +70,16 @@ def in_bf16(strategy: str, num_ranks: int, precision: str, case: str) -> list[fl
     trainer = trainer_for(strategy, num_ranks, precision=precision, callbacks=[recorder])
     trainer.fit(CASES[case]("sgd"), loader(num_ranks, 4, case))
     return recorder.outcome.losses
+
+
+def ended_and_begun(strategy: str, num_ranks: int, path: str) -> tuple[Weights, Weights]:
+    """Weights in fp64 with which a fit ends, and those with which the fit that resumes from its checkpoint begins."""
+    L.seed_everything(3, verbose=False)
+    options: dict[str, Any] = {"precision": "64-true", "max_steps": 1}
+    trainer = trainer_for(strategy, num_ranks, **options)
+    trainer.fit(ByteGPT("adamw"), loader(num_ranks))
+    trainer.save_checkpoint(path)
+    ended, recorder = full_state_dict(trainer), Recorder()
+    again = trainer_for(strategy, num_ranks, **{**options, "max_steps": 2, "max_epochs": 2}, callbacks=[recorder])
+    again.fit(ByteGPT("adamw"), loader(num_ranks), ckpt_path=path)
+    return ended, recorder.outcome.initial

@@ -11,7 +11,7 @@ import torch
 from lightning_parallel import DtypePolicy, MeshStrategy
 from lightning_parallel.dtypes import POLICIES, precision_violations
 from tests.collectives import collectives_of_a_window
-from tests.jobs.half_precision import half_precision, in_bf16, scale_after, scaled_gan
+from tests.jobs.half_precision import ended_and_begun, half_precision, in_bf16, scale_after, scaled_gan
 from tests.parity import difference, once
 
 NAMES = ["ddp_custom", "zero1_custom", "zero2_custom", "fsdp_custom"]
@@ -100,3 +100,11 @@ def own_policy(as_text: bool) -> Any:
 def test_a_policy_of_ones_own(ranks: Any, as_text: bool) -> None:
     counts = ranks(2).run(own_policy, as_text)[0]
     assert counts.dtypes("gather") == counts.dtypes("reduce_scatter") == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom"])
+def test_fp64_is_resumed_in_every_bit(ranks: Any, name: str, tmp_path: Path) -> None:
+    """Lightning loads weights into the module before it converts that to fp64."""
+    ended, begun = ranks(2).run(ended_and_begun, name, 2, str(tmp_path / "fp64.ckpt"))[0]
+    assert any(not torch.equal(value, value.float().double()) for value in ended.values())
+    assert difference(begun, ended) == 0.0

@@ -1,0 +1,145 @@
+"""One of the two runs of ``verify``: ``python -m lightning_parallel.cli.verified_run parallel|reference ...``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from typing_extensions import override
+
+from lightning_parallel.cli.lightning_cli import LightningCLI, is_first_process
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.presets import PRESETS
+from lightning_parallel.verification.records import Record, load_records
+from lightning_parallel.verification.runs import Parts, run_recorded, run_reference
+
+_REFUSED = 2
+_EVALUATED = 2
+"""Batches of an evaluation."""
+
+
+class _RecipeCLI(LightningCLI):
+    """A recipe's trainer, module and data, with the trainer of a verification.
+
+    Args:
+        overrides: Arguments of the Trainer.
+        is_reference: Whether the recipe's strategy is left out.
+        longer: The number by which accumulation windows are longer.
+        args: The recipe's arguments.
+        callbacks: More callbacks.
+    """
+
+    def __init__(
+        self, overrides: dict[str, Any], *, is_reference: bool, longer: int, args: list[str], callbacks: list[Any]
+    ) -> None:
+        self._overrides, self._is_reference, self._longer = overrides, is_reference, longer
+        super().__init__(
+            run=False,
+            args=args,
+            save_config_callback=None,
+            seed_everything_default=1,
+            trainer_defaults={"callbacks": callbacks},
+        )
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        trainer = self._get(self.config, "trainer")
+        for name, value in self._overrides.items():
+            trainer[name] = value
+        trainer["accumulate_grad_batches"] = trainer.get("accumulate_grad_batches", 1) * self._longer
+        if self._is_reference:
+            self.config["strategy"], trainer["strategy"], trainer["limit_train_batches"] = None, "auto", None
+        elif text := self._get(self.config, "strategy"):
+            self.config["strategy"] = _compared(text)
+        super().before_instantiate_classes()
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        given = self._get(self.config_init, "trainer").get("callbacks") or []
+        given = given if isinstance(given, list) else [given]
+        kwargs["callbacks"] = [each for each in given if not isinstance(each, Checkpoint)]  # they write into folders
+        return super().instantiate_trainer(**kwargs)
+
+
+def _compared(text: str) -> str:
+    """The string of a strategy, with the comparison of its first step."""
+    name, _, options = text.partition(":")
+    if name not in PRESETS or "check=" in options:
+        return text
+    return f"{name}:{options},check=first_step" if options else f"{name}:check=first_step"
+
+
+def run(which: str, folder: Path, num_ranks: int, updates: int, precision: str, recipe: list[str]) -> Record:
+    """Run a recipe as a verification does.
+
+    Args:
+        which: ``"parallel"`` or ``"reference"``.
+        folder: For records and checkpoints.
+        num_ranks: The number of ranks of the former.
+        updates: The number of updates.
+        precision: The precision of both.
+        recipe: The recipe's arguments.
+    """
+    is_reference = which == "reference"
+    limit = None if is_reference else _EVALUATED
+    overrides = {
+        "accelerator": "cpu",
+        "devices": 1 if is_reference else num_ranks,
+        "num_nodes": 1,
+        "precision": precision,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "fast_dev_run": False,
+        "max_steps": updates,
+        "max_time": None,
+        "min_epochs": None,
+        "min_steps": None,
+        "num_sanity_val_steps": 0,
+        "val_check_interval": 1.0,
+        "limit_val_batches": limit,
+        "limit_test_batches": limit,
+        "limit_predict_batches": limit,
+        "default_root_dir": str(folder),
+    }
+
+    def make(*, callbacks: list[Any], longer: int = 1) -> Parts:
+        cli = _RecipeCLI(overrides, is_reference=is_reference, longer=longer, args=recipe, callbacks=callbacks)
+        return Parts(cli.trainer, cli.model, cli.datamodule)
+
+    if is_reference:
+        return run_reference(make, load_records(folder))
+    record = run_recorded(make, folder)
+    record.strategy = next(
+        (a.partition("=")[2] for a in recipe if a.startswith("--strategy=")), "the recipe's strategy"
+    )
+    return record
+
+
+def main() -> None:
+    """Run, and save this rank's record; what ends the first rank is written down for the command."""
+    which, place, num_ranks, updates, precision, *recipe = sys.argv[1:]
+    folder = Path(place)
+    try:
+        record = run(which, folder, int(num_ranks), int(updates), precision, recipe)
+    except Exception as error:
+        is_refused = isinstance(error, ConfigurationError)
+        if is_first_process():
+            text = str(error) if is_refused else f"{type(error).__name__}: {error}"
+            (folder / "error.json").write_text(json.dumps(text))
+        if not is_refused:
+            raise
+        sys.exit(_REFUSED)
+    if which == "reference":
+        folder = folder / "reference"
+        folder.mkdir()
+    record.save(folder)
+
+
+if __name__ == "__main__":
+    main()
