@@ -140,7 +140,7 @@ class MeshStrategy(MeshedStrategy):
     @override
     def set_up_violations(self) -> list[str]:
         ranks = self.num_nodes * self.num_processes, self.num_processes
-        found = mesh_violations(self._degrees, *ranks, self._policies, self.root_device)
+        found = mesh_violations(self._degrees, *ranks, self._policies, self.root_device, syncs=bool(self._layer_sync))
         return [*super().set_up_violations(), *found, *precision_violations(self.precision_plugin.precision)]
 
     @override

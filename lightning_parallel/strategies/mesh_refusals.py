@@ -36,7 +36,13 @@ _POST_ACCUMULATE = "_post_accumulate_grad_hooks"
 
 
 def mesh_violations(
-    given: Degrees, world_size: int, local_world_size: int, policies: Policies, device: torch.device
+    given: Degrees,
+    world_size: int,
+    local_world_size: int,
+    policies: Policies,
+    device: torch.device,
+    *,
+    syncs: bool = False,
 ) -> list[str]:
     """Reasons that lie in the degrees and the options, whatever the module is.
 
@@ -46,10 +52,11 @@ def mesh_violations(
         local_world_size: The ranks on one machine.
         policies: The options.
         device: This rank's device.
+        syncs: Whether ``sync_batchnorm=True`` was given.
     """
     try:
         degrees = given.resolve(world_size, local_world_size)
-        found = _degree_violations(degrees, policies)
+        found = [*_degree_violations(degrees, policies), *_batchnorm_violations(degrees, syncs=syncs)]
     except ConfigurationError as error:
         found = list(error.violations)
     return [
@@ -134,10 +141,29 @@ def _pipeline_violations(degrees: Degrees, policies: Policies) -> list[str]:
     return found
 
 
+def _batchnorm_violations(degrees: Degrees, *, syncs: bool) -> list[str]:
+    """Reasons that lie in statistics which all ranks are to share, though they run different layers."""
+    if not syncs or degrees.pipeline == 1:
+        return []
+    return [
+        f"sync_batchnorm=True with pipeline={degrees.pipeline}: all ranks would have to run a layer's BatchNorm "
+        "together, and those of other stages never do; leave it out (statistics are then those of a microbatch), or "
+        "give pipeline=1"
+    ]
+
+
 def _tensor_violations(degrees: Degrees, policies: Policies) -> list[str]:
     """Reasons that lie in what was given beside ``tensor``."""
     found = []
     if degrees.tensor != 1:
+        assert isinstance(degrees.shard, int)
+        assert isinstance(degrees.context, int)
+        # One rank is "never", and all of them are "always", to torch as well.
+        if isinstance(policies.reshard, int) and policies.reshard not in (1, degrees.shard * degrees.context):
+            found.append(
+                f"reshard={policies.reshard} with tensor={degrees.tensor}: torch cannot keep parameters that are split "
+                "gathered over a part of the ranks; give reshard='always' or 'never'"
+            )
         if policies.layer.float8 not in (None, "none"):
             found.append(f"float8 with tensor={degrees.tensor} is not available in this version; give one of the two")
         if policies.layer.recompute.startswith("budget"):

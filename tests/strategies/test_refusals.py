@@ -38,6 +38,8 @@ from tests.parity import make_trainer
         ("fsdp_custom:shard=3,sequence=true", 4, {}, ["2 problems", "sequence=True is for tensor > 1"]),
         ("fsdp_custom", 2, {"precision": "transformer-engine"}, []),
         ("fsdp_custom", 2, {"sync_batchnorm": True}, ["sync_batchnorm=True needs CUDA"]),
+        ("pp_custom", 2, {"sync_batchnorm": True}, ["2 problems", "sync_batchnorm=True with pipeline=2", "microbatch"]),
+        ("fsdp_custom:tensor=2,reshard=2", 8, {}, ["reshard=2 with tensor=2", "'always' or 'never'"]),
         ("dp_custom", 2, {"num_nodes": 2}, ["num_nodes=2", "ddp_custom"]),
         ("fsdp_custom:process_group_backend=nccl", 2, {}, ["'nccl' needs CUDA devices"]),
         ("fsdp_custom:process_group_backend=mpi", 2, {}, ["'mpi' is not available"]),
@@ -52,6 +54,11 @@ def test_the_trainer_is_not_made(strategy: str, devices: int, kwargs: dict[str, 
     assert not dist.is_initialized()
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("reshard", ["1", "4", "always"])
+def test_what_torch_takes_for_always_and_never_is_taken_with_tensor(reshard: str) -> None:
+    make_trainer(build_strategy(f"fsdp_custom:tensor=2,reshard={reshard}"), 8)
 
 
 @pytest.mark.parametrize(
