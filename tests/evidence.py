@@ -63,7 +63,7 @@ class Watch(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         for optimizer in trainer.optimizers if self._subject == "host" else ():
-            states = [value for entries in optimizer.state.values() for value in entries.values()]
+            states = [value for entries in dict.values(optimizer.state) for value in entries.values()]
             self.found["state"] += sum(local_of(value).nbytes for value in states if value.ndim)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
