@@ -26,10 +26,16 @@ def device_violations(accelerator: Any, devices: Any) -> list[str]:
         accelerator: As given to the Trainer, by name.
         devices: As given to the Trainer: a number, a list of indices, or either as a string.
     """
-    wanted = _indices(devices)
+    try:
+        wanted, number = _indices(devices), _number(devices)
+    except ValueError:
+        return [f"devices={devices!r} is neither a number of devices nor a list of their indices; {_listing()}"]
     on_cuda = accelerator in ("cuda", "gpu") or (accelerator in ("auto", None) and torch.cuda.is_available())
     if accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
         return [f"accelerator={accelerator!r}, but this machine has no CUDA device; {_listing()}"]
+    if number is not None and (number < -1 or number == 0 or (number == -1 and not on_cuda)):
+        all_of_them = ", or -1 for all" if on_cuda else ""
+        return [f"devices={devices!r} is no number of devices; give 1 or more{all_of_them}; {_listing()}"]
     if not on_cuda:
         if wanted is not None:
             return [
@@ -40,8 +46,7 @@ def device_violations(accelerator: Any, devices: Any) -> list[str]:
     missing = [index for index in wanted or () if not 0 <= index < count]
     if missing:
         return [f"devices={devices!r}: there is no device {', '.join(map(str, missing))}; {_listing()}"]
-    number = devices if isinstance(devices, int) else int(devices) if str(devices).isdigit() else 0
-    if wanted is None and number > count:
+    if number is not None and number > count:
         return [f"devices={devices!r}, but there are {count}; {_listing()}"]
     return []
 
@@ -52,6 +57,13 @@ def _indices(devices: Any) -> list[int] | None:
     if not isinstance(devices, list | tuple):
         return None
     return [int(device) for device in devices]
+
+
+def _number(devices: Any) -> int | None:
+    """The number of devices; ``None`` where they are listed, or left to Lightning."""
+    if devices in (None, "auto") or isinstance(devices, list | tuple) or (isinstance(devices, str) and "," in devices):
+        return None
+    return int(devices)
 
 
 def _listing() -> str:

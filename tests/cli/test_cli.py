@@ -149,6 +149,22 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.device_violations("cpu", 64) == []
 
 
+@pytest.mark.parametrize("given", [-5, "-5", 0, "0"])
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_no_number_of_devices(monkeypatch: pytest.MonkeyPatch, accelerator: str, given: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (message,) = devices.device_violations(accelerator, given)
+    assert message.startswith(f"devices={given!r} is no number of devices; give 1 or more")
+
+
+def test_all_devices_and_what_is_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert devices.device_violations("cuda", -1) == []
+    assert "give 1 or more; " in devices.device_violations("cpu", -1)[0]
+    for given in ("a,b", "some", "1.5"):
+        assert "neither a number of devices nor a list" in devices.device_violations("cuda", given)[0]
+
+
 POLICIES_IN_YAML: dict[str, dict[str, Any]] = {
     "--strategy": {"strategy": "fsdp_custom:recompute=every:2,accumulation_sync=last,layers=blocks"},
     "class_path": {
