@@ -31,7 +31,9 @@ def prepare_class(unit: nn.Module) -> None:
 
 
 def _names_of(cls: type) -> dict[str, Any]:
-    own = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    # The compiler does not look into what says that it is torch's own: collectives of a split layer would be left out.
+    module = __name__ if cls.__module__.startswith("torch.") else cls.__module__
+    own = {"__module__": module, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return {**own, "__deepcopy__": _fully_shard._unimplemented_deepcopy}
 
 
