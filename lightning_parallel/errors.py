@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterable, Sequence
 
 _FRAMEWORKS = ("lightning_parallel", "lightning", "lightning_fabric", "torch", "torchmetrics")
 _AT_WORK = ("torch.optim", "torch.amp")
 """Modules in which optimizers and scalers do their own work, though a class of theirs may be the user's."""
+_NOT_ASKING = (
+    "lightning_parallel",
+    *_AT_WORK,
+    "lightning.fabric",
+    "lightning.pytorch.core",
+    "lightning.pytorch.loops",
+    "lightning.pytorch.plugins",
+    "lightning.pytorch.strategies",
+)
+"""Modules that look at gradients and shards for their own work; whatever a user calls in between, such as
+`torch.nn.utils`, asks for the user."""
+_CALLING_HOOKS = "lightning.pytorch.trainer.call"
 _OTHERS = ("lightning_utilities", "numpy", "contextlib", "copy", "pickle", "tensorboard", "tensorboardX", "safetensors")
 _LIBRARIES = (*_FRAMEWORKS, *_OTHERS)
 
@@ -98,3 +111,26 @@ def is_asked_by_user(*within: str) -> bool:
             has_user = has_user or name.partition(".")[0] not in _LIBRARIES
         frame = frame.f_back
     return has_user
+
+
+def asking(*within: str) -> str:
+    """Where user code asks for something just now: in a ``"hook"``, in a ``"script"`` outside of any run, else ``""``.
+
+    A step is none of these, nor is a backward, an optimizer or a scaler at work, or the package.
+
+    Args:
+        within: Names of modules whose calls belong to what is asked for.
+    """
+    frame, own = inspect.currentframe(), (__name__, *within)
+    is_within, has_user = True, False
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        is_within = is_within and name in own
+        if name == _CALLING_HOOKS:
+            return "hook"
+        if not is_within and name.startswith(_NOT_ASKING):
+            return ""
+        has_user = has_user or name.partition(".")[0] not in _LIBRARIES
+        frame = frame.f_back
+    # On a device, backward runs in a thread of its own, in which no frame says for whom.
+    return "script" if has_user and threading.current_thread() is threading.main_thread() else ""

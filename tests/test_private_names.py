@@ -51,6 +51,11 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "options": "torch.distributed.tensor.experimental._context_parallel._attention._cp_options",
     },
     "_torch/host_reads.py": {"tensor": "torch.distributed.tensor.DTensor"},
+    "_torch/part_operations.py": {
+        "parts": "torch.distributed.tensor.DTensor",
+        "tensor": "torch.distributed.tensor.DTensor",
+        "operation": "torch._ops.OpOverload",
+    },
     "_torch/modules.py": {"tensor": "torch.nn.parameter"},  # `nn.Parameter` looks for what is set
     "_lightning.py": {
         "metric": "torchmetrics.Metric",

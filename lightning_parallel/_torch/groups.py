@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -91,6 +92,32 @@ def all_ranks_are(group: dist.ProcessGroup) -> Iterator[None]:
         yield
     finally:
         dist.distributed_c10d._update_default_pg(own)
+
+
+@contextlib.contextmanager
+def collectives_checked(check: Callable[[str, dist.ProcessGroup | None], None]) -> Iterator[None]:
+    """Inside this context, `check` is called with the name and the group of each collective before it begins.
+
+    All functions of `torch.distributed` that communicate ask `distributed_c10d._rank_not_in_group` first, in all
+    supported versions, and so do those that get or set a property of a group; there is no public hook.
+
+    Args:
+        check: Is given ``None`` for the default group.
+    """
+    own = dist.distributed_c10d._rank_not_in_group
+
+    def checked(group: Any) -> bool:
+        frame = inspect.currentframe()
+        name = frame.f_back.f_code.co_name if frame and frame.f_back else "a collective"
+        if group is not dist.GroupMember.NON_GROUP_MEMBER and not name.startswith(("get_", "set_", "_set_")):
+            check(name, group)
+        return own(group)
+
+    dist.distributed_c10d._rank_not_in_group = checked
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._rank_not_in_group = own
 
 
 def connected_store() -> Any:

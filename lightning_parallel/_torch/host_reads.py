@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 _MISSING: Any = object()
 
@@ -28,10 +29,15 @@ class Reader:
     Args:
         whole: From a DTensor, and the name of what is done with it, to its whole value as a plain tensor on the host.
         refuse: Called with the name of a copy, or of a hook, that cannot be made; it raises.
+        meet: Called before an operation of user code in which ranks wait for each other, with the mesh and the
+            placements of a part and its form in words: it raises if other ranks do not come.
+        is_asked: Whether a hook or a script runs an operation just now, and no step.
     """
 
     whole: Callable[[DTensor, str], Tensor]
     refuse: Callable[[str], NoReturn]
+    meet: Callable[[DeviceMesh, Sequence[Placement], str], None]
+    is_asked: Callable[[], bool]
 
 
 _running: list[Reader] = []
@@ -75,14 +81,17 @@ def reads_intercepted(module: nn.Module, reader: Reader, part: Callable[[Tensor,
             _ended.update({id(mesh): (weakref.ref(mesh), reader) for mesh in meshes})
 
 
-def _reader_of(tensor: DTensor) -> Reader | None:
+def reader_of(tensor: DTensor) -> Reader | None:
     """The reader that answers for `tensor`: none in a graph, nor for DTensors of others after a run."""
-    if is_traced(tensor):
-        return None
+    return None if is_traced(tensor) else reader_on(tensor.device_mesh)
+
+
+def reader_on(mesh: DeviceMesh) -> Reader | None:
+    """The reader that answers for tensors on `mesh`: none for those of others after a run."""
     if _running:
         return _running[-1]
-    mesh, reader = _ended.get(id(tensor.device_mesh), (None, None))
-    return reader if mesh is not None and mesh() is tensor.device_mesh else None
+    known, reader = _ended.get(id(mesh), (None, None))
+    return reader if known is not None and known() is mesh else None
 
 
 @functools.cache
@@ -95,7 +104,7 @@ def _ask_readers() -> None:
 
     def scalar(operation: Any, args: Any, kwargs: Any) -> Any:
         """``item()``, and what is made of it: ``float()``, ``int()``, ``bool()``, ``torch.tensor([...])``."""
-        reader = _reader_of(args[0])
+        reader = reader_of(args[0])
         return operation(args[0].to_local() if reader is None else reader.whole(args[0], "item"))
 
     handlers[operation] = scalar
@@ -105,10 +114,10 @@ def _methods() -> dict[str, Any]:
     """Methods of DTensors that ask their reader, if they have one."""
 
     def represented(self: DTensor) -> str:
-        return repr_of_torch(self) if _reader_of(self) is None or is_whole(self) else _described(self)
+        return repr_of_torch(self) if reader_of(self) is None or is_whole(self) else _described(self)
 
     def formatted(self: DTensor, spec: str) -> str:
-        reader = _reader_of(self)
+        reader = reader_of(self)
         if reader is None:
             return Tensor.__format__(self, spec)  # type: ignore[no-untyped-call, no-any-return]
         return repr(self) if self.ndim else format(reader.whole(self, "format").item(), spec)
@@ -133,7 +142,7 @@ def _read(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     """The method `plain`, of the whole value."""
 
     def read(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        reader = _reader_of(self)
+        reader = reader_of(self)
         value = self if reader is None else reader.whole(self, name).requires_grad_(self.requires_grad)
         return plain(value, *args, **kwargs)
 
@@ -144,7 +153,7 @@ def _copied(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     """The method `plain`, refused for a part."""
 
     def copied(self: DTensor, *args: Any) -> Any:
-        reader = _reader_of(self)
+        reader = reader_of(self)
         return plain(self, *args) if reader is None or is_whole(self) else reader.refuse(name)
 
     return copied
@@ -213,7 +222,7 @@ def data_of_shards_set() -> Iterator[None]:
             with torch.no_grad():
                 self.detach().copy_(values)
         else:
-            plain.__set__(self, values)
+            vars(Tensor).get("data", plain).__set__(self, values)
 
     DTensor.data = property(plain.__get__, set_data)  # type: ignore[assignment]
     try:
@@ -244,17 +253,21 @@ def _described(tensor: DTensor) -> str:
     )
 
 
-def sharing_ranks(tensor: DTensor) -> tuple[int, ...]:
-    """The ranks of the process that must all read `tensor` for any of them to have its whole value.
+def sharing_ranks(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The ranks of the process that must all read a tensor for any of them to have its whole value.
 
     `DeviceMesh.mesh` and `get_coordinate`, since 2.2, both public.
+
+    Args:
+        mesh: The mesh of the tensor.
+        placements: Its parts.
     """
-    coordinate = tensor.device_mesh.get_coordinate()
+    coordinate = mesh.get_coordinate()
     assert coordinate is not None
     place = tuple(
-        coordinate[dim] if placement.is_replicate() else slice(None) for dim, placement in enumerate(tensor.placements)
+        coordinate[dim] if placement.is_replicate() else slice(None) for dim, placement in enumerate(placements)
     )
-    return tuple(tensor.device_mesh.mesh[place].flatten().tolist())
+    return tuple(mesh.mesh[place].flatten().tolist())
 
 
 def default_store() -> dist.Store:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def _operations(*names: str) -> frozenset[Any]:
+def operations(*names: str) -> frozenset[Any]:
     """All overloads of those of the named operations that this version of torch has."""
     found = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
     return frozenset(getattr(packet, overload) for packet in found for overload in packet.overloads())
 
 
-MATRIX_PRODUCTS = _operations("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm")
+MATRIX_PRODUCTS = operations("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm")
 """The operations of `torch.ops.aten` that linear maps end up in; there is no public list."""
 
 
-ATTENTIONS = _operations(
+ATTENTIONS = operations(
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
@@ -59,3 +61,26 @@ def follow_view(function: Any, args: Any, kwargs: Any) -> None:
     if torch.Tag.inplace_view in function.tags:
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def data_checked(check: Callable[[Tensor, Any], None]) -> Iterator[None]:
+    """Inside this context, `check` is called before ``tensor.data = values``, with both.
+
+    torch takes over the memory of `values`, and where there is none, the next look at `tensor` crashes the process.
+    `data` of `torch._C.TensorBase`, in all supported versions; there is no public setter.
+    """
+    if "data" in vars(Tensor):  # checked already, by an outer context
+        yield
+        return
+    plain: Any = vars(torch._C.TensorBase)["data"]
+
+    def set_data(self: Tensor, values: Any) -> None:
+        check(self, values)
+        plain.__set__(self, values)
+
+    Tensor.data = property(plain.__get__, set_data)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del Tensor.data

@@ -8,7 +8,6 @@ stage cannot use a value of another stage by mistake: it may use exactly the ten
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_parallel import _torch
-from lightning_parallel.errors import ConfigurationError, line_of_user
+from lightning_parallel.errors import ConfigurationError, asking, line_of_user
 from lightning_parallel.ranks.host_reads import INSTEAD, at
 
 _READING = ("_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select")
@@ -96,6 +95,8 @@ class Placeholder(Tensor):
         # Writing a placeholder into a real tensor would leave memory that nobody filled.
         if func._schema.is_mutable and _has_real(args[0] if name.endswith("_") else _outs_of(func, kwargs)):
             raise PlaceholderReadError([_written(sources, held_by)])
+        if torch.Tag.nondeterministic_seeded in func.tags and asking(__name__) == "hook":
+            func(*tree_map(_to_zeros, args), **tree_map(_to_zeros, kwargs))
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
         compute = _grouped_product if name == "_grouped_mm" else func
@@ -157,7 +158,7 @@ class Placeholder(Tensor):
 
         Without it, a norm or a check over all gradients would be that of this rank's stages, and say nothing of it.
         """
-        if self.watch is not None or not (self.requires_grad and _is_asked_in_hook()):
+        if self.watch is not None or not (self.requires_grad and asking(__name__) == "hook"):
             return None
         return Placeholder(self.meta, self.device, self.sources, held_by=self.held_by)
 
@@ -266,6 +267,11 @@ def _to_meta(value: Any) -> Any:
     return value
 
 
+def _to_zeros(value: Any) -> Any:
+    """Real memory in place of a placeholder: drawing into it brings the stream to where it is on other ranks."""
+    return torch.zeros_like(value.meta, device=value.device) if isinstance(value, Placeholder) else value
+
+
 def _grouped_product(rows: Tensor, matrices: Tensor, *others: Any, **options: Any) -> Tensor:
     """Shape of a grouped matrix product, `[rows, outputs]`: torch itself infers it for bfloat16 only.
 
@@ -293,35 +299,6 @@ def _outs_of(func: Any, kwargs: dict[str, Any]) -> list[Any]:
 def _has_real(target: Any) -> bool:
     """Whether an operation in place writes into a tensor that is no placeholder; some take lists of tensors."""
     return any(isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder) for leaf in tree_leaves(target))
-
-
-_NOT_ASKING = (
-    "lightning_parallel",
-    "torch.optim",
-    "torch.amp",
-    "lightning.fabric",
-    "lightning.pytorch.core",
-    "lightning.pytorch.loops",
-    "lightning.pytorch.plugins",
-    "lightning.pytorch.strategies",
-)
-"""Modules that look at gradients to use those that are there; whatever a user calls in between, such as
-`torch.nn.utils`, asks for the user."""
-_CALLING_HOOKS = "lightning.pytorch.trainer.call"
-
-
-def _is_asked_in_hook() -> bool:
-    """Whether a hook of the user is nearer on the stack than an optimizer, a scaler or the like."""
-    frame = inspect.currentframe()
-    frame = frame and frame.f_back and frame.f_back.f_back  # from the property and this function to who reads it
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if name == _CALLING_HOOKS:
-            return True
-        if name.startswith(_NOT_ASKING):
-            return False
-        frame = frame.f_back
-    return False
 
 
 def _read(read: str, sources: frozenset[str], held_by: frozenset[int]) -> str:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from lightning_parallel import _torch
-from lightning_parallel.errors import ConfigurationError, line_of_user
+from lightning_parallel.errors import ConfigurationError, asking, line_of_user
 from lightning_parallel.ranks.dtensors import whole_on_host
 
 INSTEAD = (
@@ -43,6 +46,8 @@ class HostReads:
     def __init__(self, mark: str, deadline: float | None = None) -> None:
         self._mark = mark
         self._deadline = DEADLINE if deadline is None else deadline
+        # Not asked for again: inside of a step, or for writers of predictions, the default group may be another one.
+        self._store = _torch.host_reads.default_store() if dist.is_initialized() else None
         self._counts: Counter[tuple[int, ...]] = Counter()
         self._passed: dict[tuple[int, ...], str] = {}
 
@@ -58,22 +63,41 @@ class HostReads:
         """
         if _torch.host_reads.is_whole(tensor):
             return tensor.to_local().detach().cpu()
-        if tensor.device.type != "cpu":
-            # What the device still computes may wait for other ranks; when it is done, they are near this line.
-            torch.accelerator.synchronize(tensor.device)
-        if not dist.is_initialized():
-            raise ConfigurationError([_parted(read, at(line_of_user()))])
-        self._meet(tensor, read)
+        form = f"{tuple(tensor.shape)} {tensor.dtype}"
+        self._meet(tensor.device_mesh, tensor.placements, form, read)
         return whole_on_host(tensor)
 
-    def _meet(self, tensor: DTensor, read: str) -> None:
-        ranks, line = _torch.host_reads.sharing_ranks(tensor), line_of_user()
+    def meet(self, mesh: DeviceMesh, placements: Sequence[Placement], form: str) -> None:
+        """Wait until all ranks have come to an operation in which they wait for each other.
+
+        Args:
+            mesh: The mesh of a tensor of which each rank has a part.
+            placements: The parts.
+            form: Its shape and dtype.
+
+        Raises:
+            ConfigurationError: If other ranks do not come, or cannot any more.
+        """
+        self._meet(mesh, placements, form, "an operation")
+
+    @staticmethod
+    def is_asked() -> bool:
+        """Whether a hook or a script runs an operation on DTensors just now, and no step."""
+        return asking(__name__, _torch.part_operations.__name__) != ""
+
+    def _meet(self, mesh: DeviceMesh, placements: Sequence[Placement], form: str, read: str) -> None:
+        if mesh.device_type != "cpu":
+            # What the device still computes may wait for other ranks; when it is done, they are near this line.
+            torch.accelerator.synchronize()
+        if not dist.is_initialized() or self._store is None:
+            raise ConfigurationError([_parted(read, at(line_of_user()))])
+        ranks, line = _torch.host_reads.sharing_ranks(mesh, placements), line_of_user()
         self._counts[ranks] += 1
         # Files may lie in other folders on another machine.
-        what = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.placements} {line.rpartition('/')[2]}"
+        what = f"{form} {placements} {line.rpartition('/')[2]}"
         group = f"{self._mark}/{zlib.crc32(repr(ranks).encode())}"
         name = f"{group}/{self._counts[ranks]}/{zlib.crc32(what.encode())}"
-        store = _torch.host_reads.default_store()
+        store = self._store
         if store.add(f"{name}/ranks", 1) == len(ranks):
             store.set(f"{name}/all", "1")
             if ranks in self._passed:  # nobody waits there any more

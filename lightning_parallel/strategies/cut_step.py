@@ -31,6 +31,7 @@ from lightning_parallel.techniques.pipeline.joined import JoinedOutputs, PartGra
 from lightning_parallel.techniques.pipeline.layer_router import StageExit, StepPart
 from lightning_parallel.techniques.pipeline.microbatches import merge_outputs
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
+from lightning_parallel.techniques.pipeline.stage_buffers import StageBuffers
 from lightning_parallel.techniques.pipeline.step_losses import StepLosses
 
 if TYPE_CHECKING:
@@ -74,8 +75,9 @@ class CutStep:
     ) -> None:
         self.own: Callable[..., Any] = getattr(module, name)
         """The module's own method."""
-        self.step = refusing_meetings(self.own, lambda: module.trainer.strategy)
+        self.step = refusing_meetings(self.own, lambda: module.trainer.strategy, cut.group)
         self.name, self._module, self._cut, self._steps, self._device = name, module, cut, steps, device
+        self._buffers = StageBuffers(module, cut.owners_by_name, cut.host_group)
         self._last = cut.plan.stages.last
         self._last_rank = cut.plan.stages.rank_of(self._last)
 
@@ -97,6 +99,7 @@ class CutStep:
             losses: The losses, if backward follows.
         """
         logs, metrics = StepLogs(self._module), StepMetrics(self._module)
+        self._buffers.note()
         outputs: dict[int, Any] = {}
 
         def counted(part: Any, number: int) -> contextlib.AbstractContextManager[None]:
@@ -133,6 +136,7 @@ class CutStep:
             return joined.gradients()
 
         self.execution(forward, join if batch.joins else None).run(actions)
+        self._buffers.share()
         return self._share(outputs, logs, metrics, batch.part_size, losses)
 
     def joined(self, passed: list[Passed]) -> JoinedOutputs:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel import _lightning, _torch
@@ -32,9 +33,13 @@ def whole_values(trainer: Trainer, module: LightningModule, mesh: Mesh) -> Itera
     """
     mark = broadcast_object(str(time.time_ns()), 0, mesh.host_group) if dist.get_world_size() > 1 else ""
     reads = HostReads(f"lightning_parallel/{mark}")
+    reader = _torch.host_reads.Reader(reads.whole, reads.refuse, reads.meet, reads.is_asked)
+    _torch.part_operations.ask_readers(sharded_like)
+    is_cut = any(isinstance(parameter, Placeholder) for parameter in module.parameters())
     with (
         _torch.host_reads.data_of_shards_set(),
-        _torch.host_reads.reads_intercepted(module, _torch.host_reads.Reader(reads.whole, reads.refuse), sharded_like),
+        _torch.tensors.data_checked(_check_data) if is_cut else contextlib.nullcontext(),
+        _torch.host_reads.reads_intercepted(module, reader, sharded_like),
         _lightning.gradient_norms_read(),
         _logging_whole_values(trainer, module, reads),
     ):
@@ -66,3 +71,8 @@ def _logging_whole_values(trainer: Trainer, module: LightningModule, reads: Host
             holder.__dict__.pop("log", None)
             if own is not None:
                 holder.__dict__["log"] = own
+
+
+def _check_data(tensor: Tensor, values: Any) -> None:
+    if isinstance(values, Placeholder) and not isinstance(tensor, Placeholder):
+        values.refuse("an assignment to parameter.data")
