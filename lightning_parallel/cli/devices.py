@@ -33,8 +33,10 @@ def device_violations(accelerator: Any, devices: Any) -> list[str]:
     on_cuda = accelerator in ("cuda", "gpu") or (accelerator in ("auto", None) and torch.cuda.is_available())
     if accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
         return [f"accelerator={accelerator!r}, but this machine has no CUDA device; {_listing()}"]
-    if number is not None and (number < -1 or number == 0 or (number == -1 and not on_cuda)):
-        all_of_them = ", or -1 for all" if on_cuda else ""
+    # Of accelerators of other kinds, which have the same -1, nothing more is known here.
+    has_all = on_cuda or not (accelerator == "cpu" or (accelerator in ("auto", None) and not visible_devices()))
+    if number is not None and (number < -1 or number == 0 or (number == -1 and not has_all)):
+        all_of_them = ", or -1 for all" if has_all else ""
         return [f"devices={devices!r} is no number of devices; give 1 or more{all_of_them}; {_listing()}"]
     if not on_cuda:
         if wanted is not None:

@@ -31,12 +31,16 @@ class _RecipeCLI(LightningCLI):
         longer: The number by which accumulation windows are longer.
         args: The recipe's arguments.
         callbacks: More callbacks.
+
+    Attributes:
+        given: The strategy as the recipe and its arguments give it.
     """
 
     def __init__(
         self, overrides: dict[str, Any], *, is_reference: bool, longer: int, args: list[str], callbacks: list[Any]
     ) -> None:
         self._overrides, self._is_reference, self._longer = overrides, is_reference, longer
+        self.given = ""
         super().__init__(
             run=False,
             args=args,
@@ -50,6 +54,7 @@ class _RecipeCLI(LightningCLI):
         trainer = self._get(self.config, "trainer")
         for name, value in self._overrides.items():
             trainer[name] = value
+        self.given = self._get(self.config, "strategy") or _name_of(trainer.get("strategy"))
         trainer["accumulate_grad_batches"] = trainer.get("accumulate_grad_batches", 1) * self._longer
         if self._is_reference:
             self.config["strategy"], trainer["strategy"], trainer["limit_train_batches"] = None, "auto", None
@@ -63,6 +68,11 @@ class _RecipeCLI(LightningCLI):
         given = given if isinstance(given, list) else [given]
         kwargs["callbacks"] = [each for each in given if not isinstance(each, Checkpoint)]  # they write into folders
         return super().instantiate_trainer(**kwargs)
+
+
+def _name_of(strategy: Any) -> str:
+    """Lightning's argument as text: a name, or the class of ``class_path``."""
+    return strategy if isinstance(strategy, str) else str(getattr(strategy, "class_path", strategy))
 
 
 def _compared(text: str) -> str:
@@ -110,15 +120,11 @@ def run(which: str, folder: Path, num_ranks: int, updates: int, precision: str, 
 
     def make(*, callbacks: list[Any], longer: int = 1) -> Parts:
         cli = _RecipeCLI(overrides, is_reference=is_reference, longer=longer, args=recipe, callbacks=callbacks)
-        return Parts(cli.trainer, cli.model, cli.datamodule)
+        return Parts(cli.trainer, cli.model, cli.datamodule, strategy=cli.given)
 
     if is_reference:
         return run_reference(make, load_records(folder))
-    record = run_recorded(make, folder)
-    record.strategy = next(
-        (a.partition("=")[2] for a in recipe if a.startswith("--strategy=")), "the recipe's strategy"
-    )
-    return record
+    return run_recorded(make, folder)
 
 
 def main() -> None:

@@ -76,8 +76,10 @@ class FirstStep:
         self._listening = ExitStack()
         self.is_paused = False
         """Whether steps are trials, which are undone, and in which memory is measured."""
-        self.outcome, self.finest = "", 0.0
-        """The result in words, and the least precision to expect: a module may compute more coarsely than its dtype."""
+        self.outcome = ""
+        """The result in words; empty where nothing has been said."""
+        self.finest = 0.0
+        """The least precision to expect: a module may compute in a coarser dtype than it has."""
 
     def begin(self, trainer: Trainer) -> None:
         """Copy the module, if it is to be compared. Call it before anything is applied to it."""
@@ -243,10 +245,7 @@ class FirstStep:
         strategy, window = self._strategy, self._window
         assert window is not None
         # Together with whether numbers were drawn: ranks that read different samples may differ in that, too.
-        found = [(differences, window.plain.draws)]
-        if dist.is_initialized() and strategy.world_size > 1:
-            found *= strategy.world_size
-            dist.all_gather_object(found, found[0])
+        found = _of_all_ranks((differences, window.plain.draws))
         if not any(each for each, _ in found):
             return
         self.end()
@@ -277,6 +276,15 @@ def _make_ready(plain: LightningModule, strategy: ComparedStrategy) -> None:
     strategy.precision_plugin.convert_module(plain)
     if isinstance(strategy, ParallelStrategy) and (sync := _lightning.layer_sync(strategy)) is not None:
         sync.apply(plain)
+
+
+def _of_all_ranks(own: Any) -> list[Any]:
+    """Gather the value of each rank. A collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [own]
+    found = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
 
 
 def _groups_of(module: LightningModule) -> list[object]:

@@ -18,7 +18,9 @@ _FLOOR = 1e-3
 """The share of the movement of all weights below which that of one is noise: a bias that softmax cancels has gradients
 that are nothing but rounding, which some optimizers make large."""
 _UNSEEDED = "the step draws random numbers (dropout), which ranks that share samples draw for their parts"
-_MANUAL = "manual optimization updates in each step, so one process cannot take the steps of all readers before one"
+_MANUAL = "manual optimization updates in each step, and the batches of the readers cannot be joined to one"
+_DRAWN = "manual optimization that draws random numbers: one process draws others for the joined batch"
+_OF_BATCHES = "manual optimization, and the loss of a joined batch is not the mean of its parts' (as with BatchNorm)"
 
 
 def compare(records: Sequence[Record], reference: Record | None, tolerance: float) -> list[Finding]:
@@ -55,7 +57,19 @@ def compare(records: Sequence[Record], reference: Record | None, tolerance: floa
 def _incomparable(record: Record, readers: Sequence[Record], reference: Record | None) -> str:
     if record.shares_samples and _draws(reference):
         return _UNSEEDED
-    return _MANUAL if record.is_manual and len(readers) > 1 else ""
+    if reference is None or reference.takes == "first":
+        return _MANUAL if record.is_manual and len(readers) > 1 else ""
+    if reference.takes == "joined" and _draws(reference):
+        return _DRAWN
+    return _OF_BATCHES if reference.takes == "joined" and not _is_mean_of_parts(record, readers, reference) else ""
+
+
+def _is_mean_of_parts(record: Record, readers: Sequence[Record], reference: Record) -> bool:
+    """Whether the step of joined batches computes what those of the parts do: no statistics of batches, one loss."""
+    if any(not torch.equal(record.weights[0][name], record.weights[-1][name]) for name in record.buffers):
+        return False
+    own = [each.microsteps[0].loss for each in readers]  # of the same weights: another loss is another function
+    return _apart(_mean(own), reference.microsteps[0].loss) <= _FLOOR
 
 
 def _draws(reference: Record | None) -> bool:
@@ -102,12 +116,13 @@ def _of_indices(readers: Sequence[Record]) -> Finding:
     repeated = sum(count - 1 for count in counts.values())
     # Where samples do not come out even, the first ones follow the last ones, at most one a reader and batch.
     most = max(len(record.indices or ()) for record in readers) * len(readers) - size
-    if missing or repeated > most or repeated >= size:
+    if len(missing) > sum(record.num_dropped for record in readers) or repeated > most or repeated >= size:
         return Finding(
             "samples", DIFFERS, f"of {size} samples an epoch leaves out {len(missing)} and reads {repeated} twice"
         )
     twice = f", {repeated} of them twice, as {size} is no multiple of {len(readers)}" if repeated else ""
-    return Finding("samples", EQUAL, f"an epoch reads each of {size} samples once{twice}")
+    dropped = f", without the last {len(missing)} (drop_last)" if missing else ""
+    return Finding("samples", EQUAL, f"an epoch reads each of {size} samples once{twice}{dropped}")
 
 
 def _of_random_numbers(
@@ -130,17 +145,19 @@ def _of_random_numbers(
 
 
 def _of_losses(readers: Sequence[Record], reference: Record, tolerance: float) -> Finding:
-    ours = [step for turn in zip(*(record.microsteps for record in readers), strict=True) for step in turn]
+    turns = [[step.loss for step in turn] for turn in zip(*(record.microsteps for record in readers), strict=True)]
+    whose = [f"rank {record.rank} has" for record in readers]
+    if reference.takes == "joined":
+        turns, whose = [[_mean(turn)] for turn in turns], ["the mean over ranks is"]
+    ours = [loss for turn in turns for loss in turn]
     largest = 0.0
     for number, (own, theirs) in enumerate(zip(ours, reference.microsteps, strict=True)):
-        if (apart := _apart(own.loss, theirs.loss)) > tolerance or math.isnan(apart):
-            step, reader = divmod(number, len(readers))
-            return Finding(
-                "losses",
-                DIFFERS,
-                f"in step {step}, rank {readers[reader].rank} has {own.loss}, one process {theirs.loss}",
-            )
+        if (apart := _apart(own, theirs.loss)) > tolerance or math.isnan(apart):
+            step, reader = divmod(number, len(whose))
+            return Finding("losses", DIFFERS, f"in step {step}, {whose[reader]} {own}, one process has {theirs.loss}")
         largest = max(largest, apart)
+    if all(loss is None for loss in ours):
+        return Finding("losses", SKIPPED, "the step returns none")
     return Finding("losses", EQUAL, f"{len(ours)} losses, largest relative difference {largest:.0e}")
 
 
@@ -239,6 +256,11 @@ def _of_resuming(record: Record, tolerance: float) -> Finding:
 def _largest_of(differences: Mapping[str, float]) -> str:
     names = sorted(differences, key=lambda name: -differences[name])
     return first_of([f"{name} by {differences[name]:.0e}" for name in names])
+
+
+def _mean(losses: Sequence[float | None]) -> float | None:
+    known = [loss for loss in losses if loss is not None]
+    return sum(known) / len(known) if known and len(known) == len(losses) else None
 
 
 def _apart(ours: float | None, theirs: float | None) -> float:

@@ -106,7 +106,8 @@ class Recorder(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.record.epochs.append([])
         if self.record.indices is None and self.record.num_readers > 1:
-            self.record.indices, self.record.num_samples = _dealt_out(trainer.train_dataloader)
+            record = self.record
+            record.indices, record.num_samples, record.num_dropped = _dealt_out(trainer.train_dataloader)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -211,23 +212,26 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if torch.as_tensor(value).numel() == 1}
 
 
-def _dealt_out(loader: Any) -> tuple[list[int] | None, int]:
-    """The samples that the sampler of this rank deals out in an epoch, and the number of all; no generator changes."""
+def _dealt_out(loader: Any) -> tuple[list[int] | None, int, int]:
+    """The samples that the sampler of this rank deals out in an epoch, the number of all, and at most left out.
+
+    No generator changes.
+    """
     if not isinstance(loader, DataLoader) or not isinstance(loader.batch_sampler, BatchSampler | BatchesOfRank):
-        return None, 0
+        return None, 0, 0
     inner = loader.batch_sampler
     of_batches = inner.batch_sampler if isinstance(inner, BatchesOfRank) else inner
     sampler = getattr(of_batches, "sampler", None)
     known = (RandomSampler, SequentialSampler, DistributedSampler)
-    # To iterate over a sampler with a generator of its own would change that.
-    if (
-        not isinstance(sampler, known)
-        or getattr(sampler, "generator", None) is not None
-        or getattr(of_batches, "drop_last", False)
-    ):
-        return None, 0
+    if not isinstance(of_batches, BatchSampler) or not isinstance(sampler, known):
+        return None, 0, 0
+    if getattr(sampler, "generator", None) is not None:  # to iterate over it would change that
+        return None, 0, 0
     num_samples = len(loader.dataset)  # type: ignore[arg-type]
     if num_samples > _MOST_INDICES:
-        return None, 0
+        return None, 0, 0
+    # An incomplete batch at the end has at least one sample less than a complete one.
+    num_dropped = max(0, of_batches.batch_size - 1) if of_batches.drop_last else 0
+    num_dropped += int(getattr(sampler, "drop_last", False))
     with unchanged_generators(_HOST):
-        return [index for batch in inner for index in batch], num_samples
+        return [index for batch in inner for index in batch], num_samples, num_dropped

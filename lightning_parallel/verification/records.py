@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_parallel.ranks.random_streams import RandomState
 
@@ -61,6 +63,7 @@ class Record:
         epochs: The calls of the training step, by epoch.
         indices: Numbers of the samples that this rank's sampler deals out in an epoch; ``None`` for other loaders.
         num_samples: The samples of the dataset behind `indices`.
+        num_dropped: The samples that this rank's loader may leave out at the end of an epoch (``drop_last``).
         buffers: Names of entries of the model that are no parameters.
         weights: The whole model before the first update and after each, on rank 0.
         logged: Values logged in training, at its end.
@@ -68,6 +71,8 @@ class Record:
         evaluations: Entry point -> what it gave after training.
         resumed: The whole model at the end of a run that resumed in the middle, on rank 0.
         saved_after: The number of steps and of updates after which a checkpoint was saved; ``None`` without one.
+        takes: Of one process: how it takes the batches of all readers, in turn (``"turns"``), as one batch
+            (``"joined"``), or only those of the first one (``"first"``).
         strategy: The strategy as it was given.
         first_step: What the comparison of the first step said.
     """
@@ -80,6 +85,7 @@ class Record:
     epochs: list[list[Microstep]] = field(default_factory=list)
     indices: list[int] | None = None
     num_samples: int = 0
+    num_dropped: int = 0
     buffers: set[str] = field(default_factory=set)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     logged: dict[str, float] = field(default_factory=dict)
@@ -87,6 +93,7 @@ class Record:
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
     resumed: dict[str, Tensor] = field(default_factory=dict)
     saved_after: tuple[int, int] | None = None
+    takes: Literal["turns", "joined", "first"] = "turns"
     strategy: str = ""
     first_step: str = ""
 
@@ -110,6 +117,27 @@ def readers_of(records: list[Record]) -> list[Record]:
     """The first rank of each reader, in the order of readers."""
     first = {record.reader: record for record in sorted(records, key=lambda record: -record.rank)}
     return [first[reader] for reader in sorted(first)]
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """One batch of the samples of several, along the first dimension of their tensors; ``None`` if they are no parts.
+
+    Args:
+        batches: Collections of the same structure; what is no tensor has to be the same in each.
+    """
+    flat, specs = zip(*(tree_flatten(batch) for batch in batches), strict=True)
+    if any(spec != specs[0] for spec in specs):
+        return None
+    leaves = []
+    for parts in zip(*flat, strict=True):
+        first = parts[0]
+        if isinstance(first, Tensor) and first.ndim and all(part.shape == first.shape for part in parts):
+            leaves.append(torch.cat(parts))
+        elif isinstance(first, int | float | str | bool | None) and all(part == first for part in parts):
+            leaves.append(first)
+        else:
+            return None
+    return tree_unflatten(leaves, specs[0])
 
 
 def tensors_in(value: Any) -> list[Tensor]:

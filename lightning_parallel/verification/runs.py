@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_parallel.checkpoint.full_state import full_state_dict
 from lightning_parallel.verification.recorder import Recorder
-from lightning_parallel.verification.records import Evaluation, Record, readers_of
+from lightning_parallel.verification.records import Evaluation, Record, joined, readers_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -31,12 +31,14 @@ class Parts:
         module: The module.
         data: A data module, where there is one.
         loaders: Loaders by entry point, where neither the module nor a data module has them.
+        strategy: The strategy as it was given.
     """
 
     trainer: Trainer
     module: LightningModule
     data: LightningDataModule | None = None
     loaders: Mapping[str, Any] = field(default_factory=dict)
+    strategy: str = ""
 
     def run(self, name: str, loaders: Any = None, **kwargs: Any) -> None:
         """Run an entry point.
@@ -82,6 +84,7 @@ def run_recorded(make: Make, folder: Path) -> Record:
     parts.run("fit")
     _evaluate(parts, recorder)
     record = recorder.record
+    record.strategy = parts.strategy
     if record.saved_after is not None and len(record.weights) > record.saved_after[1] + 1:
         rest = _behind(record, record.saved_after[0])
         random = [step.random for step in record.microsteps[record.saved_after[0] :]]
@@ -94,16 +97,27 @@ def run_recorded(make: Make, folder: Path) -> Record:
 def run_reference(make: Make, records: Sequence[Record]) -> Record:
     """Train in one process, on the batches of all readers in turn, from their random states, and evaluate.
 
+    A module that optimizes by itself updates in each step: it takes the batches of all readers as one.
+
     Args:
         make: Makes the parts of a run from ``callbacks=[...]`` and ``longer=n``, by which windows are longer.
         records: Of all ranks.
     """
     readers = readers_of(list(records))
-    epochs = [_in_turn(epochs) for epochs in zip(*(record.epochs for record in readers), strict=True)]
-    steps = [step for epoch in epochs for step in epoch]
-    recorder = Recorder(random=[step.random for step in steps], initial=records[0].weights[0])
-    parts = make(callbacks=[recorder], longer=len(readers))
-    batches = [[step.batch for step in epoch] for epoch in epochs]
+    longer = len(readers)
+    takes: Literal["turns", "joined", "first"] = "turns"
+    if records[0].is_manual and len(readers) > 1:
+        longer = 1
+        random, batches = [step.random for step in readers[0].microsteps], _joined_epochs(readers)
+        takes = "joined" if batches else "first"
+        batches = batches or _behind(readers[0], 0)
+    else:
+        epochs = [_in_turn(epochs) for epochs in zip(*(record.epochs for record in readers), strict=True)]
+        random = [step.random for epoch in epochs for step in epoch]
+        batches = [[step.batch for step in epoch] for epoch in epochs]
+    recorder = Recorder(random=random, initial=records[0].weights[0])
+    recorder.record.takes = takes
+    parts = make(callbacks=[recorder], longer=longer)
     parts.run("fit", _replayed(batches), val_dataloaders=_validation_loaders(readers))
     parts.module.load_state_dict(records[0].weights[-1])
     _evaluate(
@@ -137,6 +151,15 @@ def _together(evaluations: Sequence[Evaluation]) -> list[list[Any]]:
 def _in_turn(lists: Iterable[Sequence[Any]]) -> list[Any]:
     """The first of each list, then the second of each, and so on."""
     return [each for turn in zip(*lists, strict=True) for each in turn]
+
+
+def _joined_epochs(readers: Sequence[Record]) -> list[list[Any]] | None:
+    """The batches of each step, joined to one, by epoch; ``None`` if they cannot be joined."""
+    epochs = [
+        [joined([step.batch for step in steps]) for steps in zip(*each, strict=True)]
+        for each in zip(*(record.epochs for record in readers), strict=True)
+    ]
+    return None if any(batch is None for epoch in epochs for batch in epoch) else epochs
 
 
 def _behind(record: Record, number: int) -> list[list[Any]]:

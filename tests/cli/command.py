@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import yaml
 
 from lightning_parallel.cli import main
 
@@ -43,3 +44,12 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
+
+
+def evaluated_recipe(folder: Path) -> str:
+    """A recipe with every entry point, as a file in `folder`."""
+    path = folder / "recipe.yaml"
+    model = {"class_path": "tests.models.cli_module.Evaluated"}
+    data = {"class_path": "tests.models.cli_module.EvaluatedData"}
+    path.write_text(yaml.safe_dump({**CONFIG, "model": model, "data": data}))
+    return str(path)

@@ -161,6 +161,7 @@ def test_all_devices_and_what_is_no_list(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert devices.device_violations("cuda", -1) == []
     assert "give 1 or more; " in devices.device_violations("cpu", -1)[0]
+    assert devices.device_violations("mps", -1) == devices.device_violations("tpu", -1) == []
     for given in ("a,b", "some", "1.5"):
         assert "neither a number of devices nor a list" in devices.device_violations("cuda", given)[0]
 

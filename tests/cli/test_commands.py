@@ -9,10 +9,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import yaml
 
 from lightning_parallel.cli import main
-from tests.cli.command import CONFIG, ROOT
+from tests.cli.command import ROOT, evaluated_recipe
 from tests.models import cli_module
 from tests.parity import TOLERANCE
 
@@ -34,11 +33,7 @@ def command(*arguments: str) -> dict[str, list[float]]:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
-    path = tmp_path / "recipe.yaml"
-    model = {"class_path": "tests.models.cli_module.Evaluated"}
-    data = {"class_path": "tests.models.cli_module.EvaluatedData"}
-    path.write_text(yaml.safe_dump({**CONFIG, "model": model, "data": data}))
-    return str(path)
+    return evaluated_recipe(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom"])

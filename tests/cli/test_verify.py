@@ -10,20 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from lightning_parallel.cli.verify import verify
 from lightning_parallel.errors import ConfigurationError
-from tests.cli.command import CONFIG, ROOT
+from tests.cli.command import ROOT, evaluated_recipe
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
-    path = tmp_path / "recipe.yaml"
-    model = {"class_path": "tests.models.cli_module.Evaluated"}
-    data = {"class_path": "tests.models.cli_module.EvaluatedData"}
-    path.write_text(yaml.safe_dump({**CONFIG, "model": model, "data": data}))
-    return str(path)
+    return evaluated_recipe(tmp_path)
 
 
 def command(*arguments: str) -> Any:

@@ -62,15 +62,6 @@ class MakesMasks(CountsPositions):
     kind = "mask"
 
 
-class DrawsTheSame(ByteGPT):
-    """Dropout."""
-
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer)
-        for block in self.model.blocks:
-            block.mlp = nn.Sequential(*block.mlp, nn.Dropout(0.5))  # type: ignore[union-attr,assignment]
-
-
 class LosesSamples(ByteGPT):
     """Learns from the samples of rank 0 only: a loss that is zero elsewhere."""
 

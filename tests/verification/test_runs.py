@@ -12,7 +12,8 @@ from tests.jobs.metrics import Counts
 from tests.jobs.planted import recorded_with
 from tests.jobs.verification import in_one_process, module_of, recorded
 from tests.models.cases import ByteGPT
-from tests.models.planted import CountsPositions, DrawsTheSame, DropsGradient, LosesSamples, MakesMasks, Unties
+from tests.models.faults import WithDropout
+from tests.models.planted import CountsPositions, DropsGradient, LosesSamples, MakesMasks, Unties
 from tests.models.tables import MODULES
 from tests.names import num_ranks, num_readers
 
@@ -39,10 +40,10 @@ PLANTED = [
     ("none", MakesMasks, "cp_custom", "model.blocks"),
     ("metric counted twice", Counts, "tp_custom", "the metric 'before' has 16 in place of 8"),
     ("shifted across a cut", ByteGPT, "cp_custom", "model.blocks"),
-    ("shared dropout seed", DrawsTheSame, "ddp_custom", "random numbers: ranks 0 and 1 read different samples"),
+    ("shared dropout seed", WithDropout, "ddp_custom", "random numbers: ranks 0 and 1 read different samples"),
     ("clipped by one rank's norm", ByteGPT, "fsdp_custom", "weights: after update 1"),
     ("optimizer not resumed", ADAMW, "fsdp_custom", "resuming: from the checkpoint of update 1"),
-    ("none", LosesSamples, "ddp_custom", "losses: in step 0, rank 1 has 0.0, one process"),
+    ("none", LosesSamples, "ddp_custom", "losses: in step 0, rank 1 has 0.0, one process has"),
 ]
 
 
