@@ -128,7 +128,7 @@ def joined(batches: Sequence[Any]) -> Any:
     flat, specs = zip(*(tree_flatten(batch) for batch in batches), strict=True)
     if any(spec != specs[0] for spec in specs):
         return None
-    leaves = []
+    leaves: list[Any] = []
     for parts in zip(*flat, strict=True):
         first = parts[0]
         if isinstance(first, Tensor) and first.ndim and all(part.shape == first.shape for part in parts):
