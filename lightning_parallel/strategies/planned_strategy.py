@@ -22,6 +22,7 @@ from lightning_parallel.strategies.closures import closure_of_update
 from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.first_step import FirstStep
 from lightning_parallel.strategies.optimizers import tell_missing_states
+from lightning_parallel.strategies.precision import widen
 from lightning_parallel.strategies.refusals import module_violations, without_unmovable_module
 from lightning_parallel.strategies.refusing_strategy import RefusingStrategy
 from lightning_parallel.techniques.deferred_init.deferral import Deferral
@@ -125,6 +126,11 @@ class PlannedStrategy(RefusingStrategy):
         self._deferral.detach()
         with without_unmovable_module(self):
             super().teardown()
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        widen(self.lightning_module, self.precision_plugin)
+        super().load_model_state_dict(checkpoint, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
