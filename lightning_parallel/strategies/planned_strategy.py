@@ -129,6 +129,7 @@ class PlannedStrategy(RefusingStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
         widen(self.lightning_module, self.precision_plugin)
         super().load_model_state_dict(checkpoint, strict=strict)
 
