@@ -90,6 +90,16 @@ def line_of_user() -> str:
     return ""
 
 
+def line_of_error(error: BaseException) -> str:
+    """Where the user's code stood when `error` was raised, such as ``train.py:30``; "" if there is none."""
+    found, step = "", error.__traceback__
+    while step is not None:
+        if str(step.tb_frame.f_globals.get("__name__", "")).partition(".")[0] not in _LIBRARIES:
+            found = f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno}"
+        step = step.tb_next
+    return found
+
+
 def is_asked_by_user(*within: str) -> bool:
     """Whether user code asks for something just now, itself or through a library: no framework, no optimizer at work.
 

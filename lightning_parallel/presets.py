@@ -105,11 +105,16 @@ def build_strategy(text: str) -> Strategy:
     """
     name, _, options = text.partition(":")
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ConfigurationError([f"strategy {name!r} is unknown; {hint}Possible: {', '.join(PRESETS)}"])
+        raise ConfigurationError([unknown_name(name)])
     preset = PRESETS[name]
     return preset.build(**{**preset.arguments, **_parse_options(name, options)})
+
+
+def unknown_name(name: str) -> str:
+    """Why `name` is none, and which ones are near it, and which there are."""
+    near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"strategy {name!r} is unknown; {hint}Possible: {', '.join(PRESETS)}"
 
 
 def register() -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch.cli as lightning_cli
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_parallel.cli.devices import device_violations
@@ -53,11 +59,31 @@ class LightningCLI(lightning_cli.LightningCLI):
         if violations:
             raise ConfigurationError(violations)
 
+    def after_fit(self) -> None:
+        """Say where the checkpoint is, and the command that tests it."""
+        callback = self.trainer.checkpoint_callback
+        path = getattr(callback, "best_model_path", "") or getattr(callback, "last_model_path", "")
+        if path:
+            score = getattr(callback, "best_model_score", None)
+            of_best = "" if score is None else f" ({getattr(callback, 'monitor', 'score')} {float(score):.4g})"
+            rank_zero_info(f"checkpoint{of_best}: {path}")
+            if is_overridden("test_step", self.model) and sys.argv[1:2] == ["fit"]:
+                rank_zero_info(f"to test it: {_test_command(sys.argv, path)}")
+
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         if (text := self._get(self.config, "strategy")) is not None:
             kwargs["strategy"] = _build(text)
         return super().instantiate_trainer(**kwargs)
+
+
+def _test_command(given: Sequence[str], path: str) -> str:
+    """The command of a fit, as one that tests the checkpoint at `path`."""
+    kept = [text for text in given[2:] if not text.startswith("--ckpt_path=")]
+    if "--ckpt_path" in kept:
+        at = kept.index("--ckpt_path")
+        del kept[at : at + 2]
+    return shlex.join([Path(given[0]).name, "test", *kept, f"--ckpt_path={path}"])
 
 
 def _build(text: str) -> Any:

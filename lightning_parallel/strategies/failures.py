@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from os import _exit as end_at_once
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,26 @@ GRACE = 30.0
 _READ = 5.0
 """Seconds that rank 0, which keeps the store, waits for others to read why it ends."""
 _LONGEST = 500
+_NOTED = "_lightning_parallel_first_failure"
+
+
+@dataclass(frozen=True)
+class FirstFailure:
+    """The error that came first of those of all ranks.
+
+    Args:
+        text: The rank, and what it raised.
+        is_here: Whether it was this rank.
+    """
+
+    text: str
+    is_here: bool
+
+
+def first_failure(exception: BaseException) -> FirstFailure | None:
+    """The first error of all ranks, which ends this one with `exception`; ``None`` if no other ranks were there."""
+    found: FirstFailure | None = vars(exception).get(_NOTED)
+    return found
 
 
 class FailureWatch:
@@ -39,8 +60,9 @@ class FailureWatch:
         self._store: dist.Store | None = None
         self._rank = self._size = 0
         self._key = ""
-        self._has_read = False
+        self._first: str | None = None
         self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __reduce__(self) -> tuple[type[FailureWatch], tuple[()]]:
         # A copy, in another process or for another fit, watches nobody yet; locks and connections cannot be copied.
@@ -53,10 +75,11 @@ class FailureWatch:
         self._rank, self._size = strategy.global_rank, strategy.world_size
         # A key of this run: a process may fit again after an error that it has caught.
         self._key = f"lightning_parallel/{strategy.broadcast(f'{os.getpid()}-{time.monotonic_ns()}')}"
-        self._store, self._has_read = _torch.groups.connected_store(), False
+        self._store, self._first = _torch.groups.connected_store(), None
         self._is_over = threading.Event()
         watched = _torch.groups.connected_store(), self._is_over
-        threading.Thread(target=self._watch, args=watched, daemon=True, name="rank-failures").start()
+        self._thread = threading.Thread(target=self._watch, args=watched, daemon=True, name="rank-failures")
+        self._thread.start()
 
     def report(self, exception: BaseException) -> None:
         """Tell the other ranks of `exception`; where another one has failed before, note that in it."""
@@ -66,25 +89,30 @@ class FailureWatch:
         words = f"{type(exception).__name__}: {exception}".strip()[:_LONGEST]
         own = f"rank {self._rank} raised {words}"
         with _store_may_be_gone():
-            first = self._store.compare_set(self._key, "", own).decode()
-            if first != own:
-                self._read(self._store)
-                # What all ranks raise alike needs no note, nor what all of them are refused for.
-                if words not in first and not isinstance(exception, ConfigurationError):
-                    exception.add_note(f"Before that, {first}")
-            elif self._rank == 0:
+            # Rank 0 may be gone, and the store with it, when this rank has noticed that.
+            first = self._first or self._read(self._store, self._store.compare_set(self._key, "", own))
+            vars(exception)[_NOTED] = FirstFailure(first, is_here=first == own)
+            # What all ranks raise alike needs no note, nor what all of them are refused for.
+            if first != own and words not in first and not isinstance(exception, ConfigurationError):
+                exception.add_note(f"Before that, {first}")
+            if first == own and self._rank == 0:
                 self._wait_for_readers(self._store)
 
     def stop(self) -> None:
         """Watch no more."""
         self._is_over.set()
-        self._store = None
+        if self._thread is not None:
+            # Python cannot end a thread that is in C++ when the process does: the process would abort.
+            self._thread.join(_READ)
+        self._store = self._thread = None
 
-    def _read(self, store: dist.Store) -> None:
-        """Count this rank as one that knows."""
-        if not self._has_read:
-            self._has_read = True
-            store.add(f"{self._key}/read", 1)
+    def _read(self, store: dist.Store, first: bytes) -> str:
+        """The first error in words; this rank counts as one that knows."""
+        if self._first is None:
+            self._first = first.decode()
+            if not self._first.startswith(f"rank {self._rank} "):
+                store.add(f"{self._key}/read", 1)
+        return self._first
 
     def _wait_for_readers(self, store: dist.Store) -> None:
         end = time.monotonic() + _READ
@@ -95,8 +123,7 @@ class FailureWatch:
         with _store_may_be_gone():
             while not is_over.wait(POLL):
                 if store.check([self._key]):
-                    first = store.get(self._key).decode()
-                    self._read(store)
+                    first = self._read(store, store.get(self._key))
                     if not is_over.wait(GRACE):
                         _end(f"{first}. Rank {self._rank} waits for it in vain, and ends.")
                     return

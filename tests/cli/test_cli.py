@@ -45,6 +45,12 @@ def test_strategies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert "reshard=never" in out
     assert "comm_hook=none" in out
     assert "timeout=1800" in out
+    assert run(monkeypatch, "strategies", "ddp_custom") == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines() if not line.startswith(" ")] == ["ddp_custom"]
+    assert "How gradients travel" in out
+    assert run(monkeypatch, "strategies", "fsdp") == 2
+    assert "did you mean fsdp_custom" in capsys.readouterr().err
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

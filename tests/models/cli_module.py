@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -85,3 +86,17 @@ class EvaluatedData(Data):
         return self.train_dataloader()
 
     test_dataloader = predict_dataloader = val_dataloader
+
+
+class Failing(Evaluated):
+    """Fails on one rank, or computes something else where it is sharded."""
+
+    def __init__(self, on: int = -1, differs: bool = False) -> None:
+        super().__init__()
+        self.on, self.differs = on, differs
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1 and self.global_rank == self.on:
+            raise ValueError("no such sample")
+        loss = super().training_step(batch, batch_idx)
+        return loss * 2 if self.differs and isinstance(self, FSDPModule) else loss
