@@ -116,7 +116,10 @@ def _of_indices(readers: Sequence[Record]) -> Finding:
     repeated = sum(count - 1 for count in counts.values())
     # Where samples do not come out even, the first ones follow the last ones, at most one a reader and batch.
     most = max(len(record.indices or ()) for record in readers) * len(readers) - size
-    if len(missing) > sum(record.num_dropped for record in readers) or repeated > most or repeated >= size:
+    num_dropped = sum(record.num_dropped for record in readers)
+    if num_dropped:
+        most = max(most, len(readers) - 1)
+    if len(missing) > num_dropped or repeated > most or repeated >= size:
         return Finding(
             "samples", DIFFERS, f"of {size} samples an epoch leaves out {len(missing)} and reads {repeated} twice"
         )

@@ -67,6 +67,56 @@ def test_equal_records() -> None:
     assert texts["logged values"] == "synced; of each rank's own samples, so not compared: own"
 
 
+@pytest.mark.parametrize(("num_dropped", "outcome"), [(0, "differs"), (1, "equal")])
+def test_samples_that_drop_last_leaves_out(num_dropped: int, outcome: str) -> None:
+    records, reference = two_readers()
+    for each in records:
+        each.indices, each.num_dropped = (each.indices or [])[:3], num_dropped
+    (found,) = (each for each in compare(records, reference, 1e-5) if each.subject == "samples")
+    assert found.outcome == outcome
+    if num_dropped:
+        assert found.detail == "an epoch reads each of 8 samples once, without the last 2 (drop_last)"
+
+
+def joined(loss: float | None) -> tuple[list[Record], Record]:
+    """Two ranks that optimize by themselves, and one process that took their batches as one."""
+    records = [record(rank, rank, 2) for rank in range(2)]
+    reference = record(0, 0, 1)
+    reference.takes = "joined"
+    for each in (*records, reference):
+        each.is_manual = True
+        for step in each.microsteps:
+            step.draws = False
+    for step in reference.microsteps:
+        step.loss = loss
+    return records, reference
+
+
+def test_batches_of_all_readers_as_one() -> None:
+    found = outcomes(*joined(1.5))  # the mean of 1 and 2
+    assert (found["losses"], found["weights"]) == ("equal", "equal")
+
+
+def test_a_later_loss_that_is_not_the_mean() -> None:
+    records, reference = joined(1.5)
+    reference.microsteps[1].loss = 1.6
+    assert differing(records, reference) == "losses: in step 1, the mean over ranks is 1.5, one process has 1.6"
+
+
+@pytest.mark.parametrize("change", ["loss", "statistics", "draws", "first"])
+def test_batches_that_cannot_be_joined(change: str) -> None:
+    records, reference = joined(3.0 if change == "loss" else 1.5)
+    if change == "statistics":
+        records[0].weights[-1]["mean"] = torch.ones(1)
+    if change == "draws":
+        reference.microsteps[0].draws = True
+    if change == "first":
+        reference.takes = "first"
+    found = outcomes(records, reference)
+    assert found["losses and weights"] == "not compared"
+    assert not {"losses", "weights"} & set(found)
+
+
 def test_samples_that_are_left_out() -> None:
     records, reference = two_readers()
     records[1].indices = [1, 3, 5, 5]
@@ -91,7 +141,7 @@ def test_ranks_that_are_the_same_reader() -> None:
 def test_losses_and_weights() -> None:
     records, reference = two_readers()
     records[1].epochs[0][1].loss = 7.0
-    assert differing(records, reference) == "losses: in step 1, rank 1 has 7.0, one process 2.0"
+    assert differing(records, reference) == "losses: in step 1, rank 1 has 7.0, one process has 2.0"
     records, reference = two_readers()
     records[0].weights[1]["weight"][0] = float("nan")
     assert differing(records, reference).startswith("weights: after update 1: weight by nan")
@@ -122,11 +172,7 @@ def test_a_run_that_resumes_elsewhere() -> None:
     assert differing(records, reference).startswith("resuming: from the checkpoint of update 1 to update 2: weight by")
 
 
-def test_what_cannot_be_compared_is_said() -> None:
-    records, reference = two_readers()
-    for each in records:
-        each.is_manual = True
-    assert outcomes(records, reference)["losses and weights"] == "not compared"
+def test_dropout_where_ranks_share_samples_is_not_compared() -> None:
     shared = [record(rank, 0, 1) for rank in range(2)]
     for each in shared:
         each.shares_samples = True
