@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_parallel import _lightning
@@ -55,6 +56,8 @@ class ParallelModule:
         assert converted is module
         if (sync := _lightning.layer_sync(strategy)) is not None:
             sync.apply(module)
+            layers = [layer for stack in plan.structure.stacks for layer in stack.layers]
+            count_samples_once(module, strategy.data_group, layers if int(plan.degrees.context) > 1 else [])
         return parallelize(module, plan, self._mesh, self._device, strategy._deferral.record)
 
     def _build_steps(self) -> Steps:
@@ -157,6 +160,19 @@ class ParallelModule:
         self._guards = []
         untag_owners(self._module)  # states were gathered by these tags; the next fit makes its own
         return True
+
+
+def count_samples_once(module: nn.Module, readers: ProcessGroup, with_parts: Sequence[str]) -> None:
+    """Let synchronized BatchNorm ask one rank of those that share samples: the correction of variances counts samples.
+
+    Args:
+        module: The module, with `nn.SyncBatchNorm`.
+        readers: The ranks that read different samples.
+        with_parts: Paths of layers in which each rank has positions of its own, so that all ranks count.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm) and not f"{name}.".startswith(tuple(f"{path}." for path in with_parts)):
+            layer.process_group = readers
 
 
 def _module_bytes(module: nn.Module) -> int:
