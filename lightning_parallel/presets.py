@@ -111,7 +111,7 @@ def build_strategy(text: str) -> Strategy:
 
 
 def unknown_name(name: str) -> str:
-    """The reason for which `name` is none, with those that are near it, and all there are."""
+    """A violation: no strategy is called `name`; with those that are near it, and all there are."""
     near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return f"strategy {name!r} is unknown; {hint}Possible: {', '.join(PRESETS)}"

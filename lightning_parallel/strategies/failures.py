@@ -26,6 +26,7 @@ GRACE = 30.0
 """Seconds in which a rank may notice by itself that another one has failed, before its process ends."""
 _READ = 5.0
 """Seconds that rank 0, which keeps the store, waits for others to read why it ends."""
+_SHORTEST = 0.001
 _LONGEST = 500
 _NOTED = "_lightning_parallel_first_failure"
 
@@ -58,7 +59,7 @@ class FailureWatch:
 
     def __init__(self) -> None:
         self._store: dist.Store | None = None
-        self._rank = self._size = 0
+        self._rank = self._size = self._num_meetings = 0
         self._key = ""
         self._first: str | None = None
         self._is_over = threading.Event()
@@ -97,6 +98,26 @@ class FailureWatch:
                 exception.add_note(f"Before that, {first}")
             if first == own and self._rank == 0:
                 self._wait_for_readers(self._store)
+
+    def meet(self) -> bool:
+        """Wait for all ranks, as long as it takes: for what one of them does that has no end in sight. A collective.
+
+        Nothing of the process group waits, so that no timeout ends it. If a rank fails meanwhile, this process ends.
+
+        Returns:
+            Whether the ranks have met: not if nobody watches them.
+        """
+        if self._store is None:
+            return False
+        self._num_meetings += 1
+        name = f"{self._key}/meeting/{self._num_meetings}"
+        if self._store.add(name, 1) == self._size:
+            self._store.set(f"{name}/all", "1")
+        pause = _SHORTEST
+        while not self._store.check([f"{name}/all"]):
+            time.sleep(pause)
+            pause = min(2 * pause, POLL)
+        return True
 
     def stop(self) -> None:
         """Watch no more."""

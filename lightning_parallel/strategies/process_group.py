@@ -24,6 +24,9 @@ from lightning_parallel.strategies.whole_checkpoints import WholeCheckpointsStra
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+_SAVED = "Trainer.save_checkpoint"
+"""The barrier behind each checkpoint."""
+
 
 class ProcessGroupStrategy(WholeCheckpointsStrategy):
     """One process a device, started as Lightning starts them or by torchrun, SLURM and the like.
@@ -140,6 +143,9 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        # Rank 0 may write a checkpoint for longer than a collective waits.
+        if name == _SAVED and self._failures.meet():
+            return
         if dist.is_initialized():
             dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 
