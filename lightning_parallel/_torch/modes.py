@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 
 @contextlib.contextmanager
@@ -17,6 +18,21 @@ def outside_of(mode: Any) -> Iterator[None]:
         return
     with torch.overrides._pop_mode_temporarily():
         yield
+
+
+def leave(mode: TorchFunctionMode) -> None:
+    """Leave `mode`, wherever it is: modes that were entered after it, and are still on, stay.
+
+    `torch.overrides._pop_mode` and `_push_mode`, since 1.13; a mode's own `__exit__` ends the latest one.
+    """
+    above = []
+    while (latest := torch.overrides._get_current_function_mode()) is not None:
+        torch.overrides._pop_mode()
+        if latest is mode:
+            break
+        above.append(latest)
+    for each in reversed(above):
+        torch.overrides._push_mode(each)
 
 
 @contextlib.contextmanager

@@ -182,6 +182,10 @@ class TokenWeighted(Callback):
                 self._window = _Window()
 
     @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop_observing()  # an `on_train_batch_start` that returns -1 ends the epoch without a step
+
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stop_observing()
 
@@ -213,7 +217,7 @@ class TokenWeighted(Callback):
         observer, self._observer = self._observer, None
         if observer is None:
             return None
-        observer.__exit__(None, None, None)
+        _torch.modes.leave(observer)
         return observer.count()
 
 

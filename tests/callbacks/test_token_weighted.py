@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from lightning_parallel import ConfigurationError, full_state_dict
@@ -240,3 +241,43 @@ def fit_empty(strategy: str, num_ranks: int, weighs: bool) -> dict[str, Tensor]:
 def test_a_window_without_any_token(ranks: Any) -> None:
     expected = fit_empty("auto", 1, weighs=False)
     assert difference(ranks(2).run(fit_empty, "fsdp_custom", 2, weighs=True)[0], expected) < TOLERANCE
+
+
+class Skipping(Padded):
+    """Ends the epoch before its second step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 1 else None
+
+
+class OwnMode(Padded):
+    """Has a mode of its own from hook to hook, and notes the functions that it sees in the callback's hooks."""
+
+    class Mode(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_on = False
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.is_on = True
+            return func(*args, **(kwargs or {}))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.mode = self.Mode()
+        self.mode.__enter__()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if (mode := getattr(self, "mode", None)) is not None:
+            mode.is_on = False
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        torch.ones(1).add(1)
+        assert self.mode.is_on, "somebody else has left the mode of this module"
+        self.mode.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("make", [Skipping, OwnMode])
+def test_modes_of_functions_are_left_as_they_were_found(make: type[Padded]) -> None:
+    trainer = trainer_for("auto", 1, callbacks=[TokenWeighted()])
+    trainer.fit(make(), DataLoader(ragged(48), batch_size=16))
+    assert torch.overrides._get_current_function_mode() is None
