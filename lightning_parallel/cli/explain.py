@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_parallel.module.layer_stacks import Stack, find_layers
 from lightning_parallel.strategies.planned_strategy import PlannedStrategy
-from lightning_parallel.techniques.sharding import ROOT
+from lightning_parallel.techniques.sharding import ROOT, ShardingPlan
 from lightning_parallel.techniques.tensor.splits import MapSplit
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ def _degrees(degrees: Degrees) -> str:
 
 def _sharding(plan: Plan) -> list[str]:
     """The units of FSDP2; without a pipeline they are the same on all ranks."""
-    num_sharers = plan.degrees.data * int(plan.degrees.context)
+    num_sharers = int(plan.degrees.shard) * int(plan.degrees.context)
+    copies = f", in {plan.degrees.replicate} copies," if int(plan.degrees.replicate) > 1 else ""
     lines = []
     for rank, sharding in enumerate(plan.sharding):
         where = f" on rank {rank} of the pipeline" if len(plan.sharding) > 1 else ""
@@ -94,11 +95,34 @@ def _sharding(plan: Plan) -> list[str]:
             lines.append(f"not sharded{where}: no other rank shares a parameter")
             continue
         units = ", ".join(_collapsed(plan, sharding.units))
-        lines.append(f"sharded over {num_sharers} ranks{where} in {len(sharding.units)} units: {units}")
+        lines.append(f"sharded over {num_sharers} ranks{copies}{where} in {len(sharding.units)} units: {units}")
+        if plan.degrees.tensor == 1:
+            lines.append(_memory(sharding, num_sharers, plan.policies.reshard))
         lines += [f"  whole: {name} ({reason})" for name, reason in list(sharding.whole.items())[:_MOST_WHOLE]]
         if (more := len(sharding.whole) - _MOST_WHOLE) > 0:
             lines.append(f"  whole: {more} more")
     return lines
+
+
+def _memory(sharding: ShardingPlan, num_sharers: int, reshard: str | int) -> str:
+    """The share of a rank, where tensor parallelism does not split parameters before."""
+    total, largest = sum(sharding.num_bytes), max(sharding.num_bytes)
+    unit = sharding.units[sharding.num_bytes.index(largest)] or "the rest"
+    gathered = f"the largest unit has {_size(largest)} when it is gathered ({unit})"
+    if reshard == "never":
+        gathered = f"from forward to backward all {_size(total)} are gathered"
+    return (
+        f"  a rank keeps {_size(total / num_sharers)} of {_size(total)} of parameters, as much of gradients, and twice "
+        f"that of moments of AdamW; {gathered}"
+    )
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            break
+        num_bytes /= 1024
+    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
 
 
 def _collapsed(plan: Plan, units: Sequence[str]) -> list[str]:

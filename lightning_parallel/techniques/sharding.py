@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,10 +32,12 @@ class ShardingPlan:
     Args:
         units: Paths of the units, inner before outer; ``""`` is the module itself.
         whole: Name of a parameter that is not sharded -> the reason. Its gradient is averaged over the ranks instead.
+        num_bytes: Of the parameters of each unit, whole and in the dtype that they have.
     """
 
     units: tuple[str, ...]
     whole: dict[str, str]
+    num_bytes: tuple[int, ...] = field(default=(), compare=False)
 
 
 def plan_sharding(
@@ -73,7 +75,16 @@ def plan_sharding(
         whole |= dict.fromkeys(
             _uncast_parameters(module), "BatchNorm or a parametrization, which compute in their own dtype"
         )
-    return ShardingPlan(tuple(paths), {name: reason for name, reason in whole.items() if name not in absent})
+    num_bytes: Counter[str | None] = Counter()
+    for name, parameter in module.named_parameters():
+        if name not in whole and name not in absent:
+            dtype = module_dtype if module_dtype is not None and parameter.is_floating_point() else parameter.dtype
+            num_bytes[owners[name]] += parameter.numel() * dtype.itemsize
+    return ShardingPlan(
+        tuple(paths),
+        {name: reason for name, reason in whole.items() if name not in absent},
+        tuple(num_bytes[path] for path in paths),
+    )
 
 
 def keep_whole(module: nn.Module, absent: Collection[str] = ()) -> ShardingPlan:

@@ -92,6 +92,25 @@ def test_other_plans(case: str, strategy: str, expected: list[str]) -> None:
     assert [line for line in expected if line not in lines] == [], lines
 
 
+@pytest.mark.parametrize(
+    ("strategy", "where", "memory"),
+    [
+        ("fsdp_custom", "4 ranks", "a rank keeps 10.9 KiB of 43.6 KiB"),
+        ("hsdp_custom", "2 ranks, in 2 copies,", "a rank keeps 21.8 KiB of 43.6 KiB"),
+        ("fsdp_custom:context=2", "4 ranks", "the largest unit has 12.8 KiB when it is gathered (model.blocks.0)"),
+        ("zero2_custom", "4 ranks", "from forward to backward all 43.6 KiB are gathered"),
+    ],
+)
+def test_what_a_rank_keeps(strategy: str, where: str, memory: str) -> None:
+    lines = explained("byte_gpt", strategy, 4)
+    at = lines.index(f"sharded over {where} in 4 units: model.blocks.*, the rest with the module itself")
+    assert memory in lines[at + 1]
+
+
+def test_what_tensor_parallelism_splits_is_not_counted_whole() -> None:
+    assert not [line for line in explained("byte_gpt", "fsdp_tp_custom", 4) if "a rank keeps" in line]
+
+
 def test_the_module_is_not_changed() -> None:
     module = TENSOR_MODULES["configure_model"]()
     trainer = make_trainer(build_strategy("tp_custom"), 2)

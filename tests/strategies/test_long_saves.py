@@ -17,7 +17,7 @@ from tests.data import loader
 from tests.models.cases import ByteGPT
 from tests.parity import trainer_for
 
-TIMEOUT = 2.0
+TIMEOUT = 3.0
 
 
 class Slow(TorchCheckpointIO):
