@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_parallel.module.differences import first_of
 from lightning_parallel.verification.certificate import DIFFERS, EQUAL, SKIPPED, Finding
 from lightning_parallel.verification.records import Evaluation, Record, readers_of
+from lightning_parallel.verification.values import has_statistics, of_logged, of_values, relative_difference
 
 _FLOOR = 1e-3
 """The share of the movement of all weights below which that of one is noise: a bias that softmax cancels has gradients
@@ -44,7 +45,7 @@ def compare(records: Sequence[Record], reference: Record | None, tolerance: floa
         found += [
             _of_losses(readers, reference, tolerance),
             _of_weights(records[0], reference, tolerance),
-            _of_values("logged values", [r.logged for r in readers], reference.logged, tolerance),
+            of_logged(readers, reference, tolerance),
         ]
     elif reason:
         found.append(Finding("losses and weights", SKIPPED, reason))
@@ -66,10 +67,10 @@ def _incomparable(record: Record, readers: Sequence[Record], reference: Record |
 
 def _is_mean_of_parts(record: Record, readers: Sequence[Record], reference: Record) -> bool:
     """Whether the step of joined batches computes what those of the parts do: no statistics of batches, one loss."""
-    if any(not torch.equal(record.weights[0][name], record.weights[-1][name]) for name in record.buffers):
+    if has_statistics(record):
         return False
     own = [each.microsteps[0].loss for each in readers]  # of the same weights: another loss is another function
-    return _apart(_mean(own), reference.microsteps[0].loss) <= _FLOOR
+    return relative_difference(_mean(own), reference.microsteps[0].loss) <= _FLOOR
 
 
 def _draws(reference: Record | None) -> bool:
@@ -155,7 +156,7 @@ def _of_losses(readers: Sequence[Record], reference: Record, tolerance: float) -
     ours = [loss for turn in turns for loss in turn]
     largest = 0.0
     for number, (own, theirs) in enumerate(zip(ours, reference.microsteps, strict=True)):
-        if (apart := _apart(own, theirs.loss)) > tolerance or math.isnan(apart):
+        if (apart := relative_difference(own, theirs.loss)) > tolerance or math.isnan(apart):
             step, reader = divmod(number, len(whose))
             return Finding("losses", DIFFERS, f"in step {step}, {whose[reader]} {own}, one process has {theirs.loss}")
         largest = max(largest, apart)
@@ -204,23 +205,6 @@ def _weight_differences(
     return found
 
 
-def _of_values(
-    subject: str, ours: Sequence[Mapping[str, float]], theirs: Mapping[str, float], tolerance: float
-) -> Finding:
-    """Values that all readers agree on; others are those of one rank's samples."""
-    agreed = [name for name in theirs if all(name in each and _same(each[name], ours[0][name]) for each in ours)]
-    wrong = [name for name in agreed if not _apart(ours[0][name], theirs[name]) <= tolerance]
-    missing = [name for name in theirs if not all(name in each for each in ours)]
-    if wrong or missing:
-        texts = [f"{name} is {ours[0][name]} in place of {theirs[name]}" for name in wrong]
-        return Finding(subject, DIFFERS, first_of([*texts, *(f"{name} is missing" for name in missing)]))
-    own = [name for name in theirs if name not in agreed]
-    more = f"; of each rank's own samples, so not compared: {first_of(own)}" if own else ""
-    if not agreed:
-        return Finding(subject, SKIPPED, "there are none" if not own else more.removeprefix("; "))
-    return Finding(subject, EQUAL, first_of(agreed) + more)
-
-
 def _of_evaluation(
     name: str, readers: Sequence[Record], theirs: Evaluation | None, tolerance: float
 ) -> Iterator[Finding]:
@@ -229,7 +213,7 @@ def _of_evaluation(
         yield Finding(name, SKIPPED, "one process did not run it")
         return
     if name != "predict":
-        yield _of_values(name, [each.values for each in ours], theirs.values, tolerance)
+        yield of_values(name, [each.values for each in ours], theirs.values, tolerance)
         return
     turns = [zip(*loaders, strict=True) for loaders in zip(*(each.predictions for each in ours), strict=True)]
     flat = [tensors for turn in turns for together in turn for tensors in together]
@@ -264,16 +248,6 @@ def _largest_of(differences: Mapping[str, float]) -> str:
 def _mean(losses: Sequence[float | None]) -> float | None:
     known = [loss for loss in losses if loss is not None]
     return sum(known) / len(known) if known and len(known) == len(losses) else None
-
-
-def _apart(ours: float | None, theirs: float | None) -> float:
-    if ours is None or theirs is None:
-        return 0.0 if ours is theirs else math.inf
-    return 0.0 if _same(ours, theirs) else abs(ours - theirs) / (abs(theirs) or 1.0)
-
-
-def _same(first: float, second: float) -> bool:
-    return first == second or (math.isnan(first) and math.isnan(second))
 
 
 def _distance(first: Tensor, second: Tensor) -> float:

@@ -54,6 +54,7 @@ class Recorder(Callback):
         self._checkpoint, self._after = checkpoint, after
         self._num_updates = 0
         self._num_steps = 0
+        self._before_validation: set[str] = set()
         self._open = contextlib.ExitStack()
 
     @override
@@ -124,6 +125,7 @@ class Recorder(Callback):
             # Lightning hands out the loss as it goes into the sum of an accumulation window.
             parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             self.record.epochs[-1][-1].loss = float(loss.detach()) * parts
+        self.record.epochs[-1][-1].logged = _numbers(trainer.callback_metrics)
         if trainer.global_step == self._num_updates:
             return
         self._num_updates = trainer.global_step
@@ -147,6 +149,12 @@ class Recorder(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             self.record.validations.append(Evaluation())
+            self._before_validation = set(trainer.callback_metrics) - self.record.of_validation
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.record.of_validation |= set(trainer.callback_metrics) - self._before_validation
 
     @override
     def on_validation_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:

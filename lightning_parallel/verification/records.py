@@ -26,6 +26,7 @@ class Microstep:
         random: The state from which the step draws; ``None`` where nobody has noted it.
         draws: Whether the step drew random numbers.
         loss: The loss; ``None`` for a step without one.
+        logged: Values logged until its end.
     """
 
     batch: Any
@@ -33,6 +34,7 @@ class Microstep:
     random: RandomState | None = None
     draws: bool = False
     loss: float | None = None
+    logged: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -67,9 +69,11 @@ class Record:
         buffers: Names of entries of the model that are no parameters.
         weights: The whole model before the first update and after each, on rank 0.
         logged: Values logged in training, at its end.
+        of_validation: Names of values that validation has logged during training.
         validations: The runs of validation during training.
         evaluations: Entry point -> what it gave after training.
         resumed: The whole model at the end of a run that resumed in the middle, on rank 0.
+        again: Values logged until the end of each step of that run.
         saved_after: The number of steps and of updates after which a checkpoint was saved; ``None`` without one.
         takes: Of one process: how it takes the batches of all readers, in turn (``"turns"``), as one batch
             (``"joined"``), or only those of the first one (``"first"``).
@@ -89,9 +93,11 @@ class Record:
     buffers: set[str] = field(default_factory=set)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     logged: dict[str, float] = field(default_factory=dict)
+    of_validation: set[str] = field(default_factory=set)
     validations: list[Evaluation] = field(default_factory=list)
     evaluations: dict[str, Evaluation] = field(default_factory=dict)
     resumed: dict[str, Tensor] = field(default_factory=dict)
+    again: list[dict[str, float]] = field(default_factory=list)
     saved_after: tuple[int, int] | None = None
     takes: Literal["turns", "joined", "first"] = "turns"
     strategy: str = ""

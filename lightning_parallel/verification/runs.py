@@ -88,9 +88,11 @@ def run_recorded(make: Make, folder: Path) -> Record:
     if record.saved_after is not None and len(record.weights) > record.saved_after[1] + 1:
         rest = _behind(record, record.saved_after[0])
         random = [step.random for step in record.microsteps[record.saved_after[0] :]]
-        again = make(callbacks=[Recorder(random=random)])
+        repeated = Recorder(random=random)
+        again = make(callbacks=[repeated])
         again.run("fit", _replayed(rest), val_dataloaders=_validation_loaders([record]), ckpt_path=str(checkpoint))
         record.resumed = full_state_dict(again.trainer)
+        record.again = [step.logged for step in repeated.record.microsteps]
     return record
 
 

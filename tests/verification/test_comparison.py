@@ -67,6 +67,52 @@ def test_equal_records() -> None:
     assert texts["logged values"] == "synced; of each rank's own samples, so not compared: own"
 
 
+@pytest.mark.parametrize(("change", "outcome"), [("", "equal"), ("wrong", "differs"), ("time", "not compared")])
+def test_values_of_each_ranks_own_samples(change: str, outcome: str) -> None:
+    records, reference = two_readers()
+    for each in (*records, reference):
+        each.logged = {"own": 7.0 + each.reader}
+        for step in each.microsteps:
+            step.logged = {"own": float(step.fingerprint)}
+    for each in records:
+        each.again = [dict(step.logged) for step in each.microsteps[1:]]
+    if change:
+        records[1].microsteps[1].logged["own"] += 1e6
+    if change == "wrong":  # in each run of that rank
+        records[1].again[0]["own"] += 1e6
+    (found,) = (each for each in compare(records, reference, 1e-5) if each.subject == "logged values")
+    assert found.outcome == outcome
+    assert {"equal": "in each step", "differs": "in step 1, rank 1 has own", "not compared": "so not compared: own"}[
+        outcome
+    ] in found.detail
+
+
+@pytest.mark.parametrize("change", ["", "step", "epoch", "validation"])
+def test_values_that_are_reduced_over_ranks(change: str) -> None:
+    """One process logs a value for each batch, and ranks their mean; values of epochs are compared at the end."""
+    records, reference = two_readers()
+    for each in (*records, reference):
+        each.logged = {"mean": 5.0, "of_validation": 1.0}
+        each.weights[-1]["mean"] += 1.0  # running statistics
+    for number, step in enumerate(reference.microsteps):
+        step.logged = {"mean": float(number)}
+    for each in records:
+        for number, step in enumerate(each.microsteps):
+            step.logged = {"mean": 2 * number + 0.5}
+        each.of_validation = {"of_validation"}
+    if change == "step":
+        for each in records:
+            each.microsteps[1].logged["mean"] += 0.1
+    if change == "epoch":
+        reference.logged["mean"] = 5.1
+    if change == "validation":
+        reference.logged["of_validation"] = 1.1
+    (found,) = (each for each in compare(records, reference, 1e-5) if each.subject == "logged values")
+    assert (found.outcome == "differs") == (change in ("step", "epoch"))
+    if found.outcome == "equal":
+        assert found.detail == "mean; of each rank's own samples, so not compared: of_validation"
+
+
 @pytest.mark.parametrize(("num_dropped", "outcome"), [(0, "differs"), (1, "equal")])
 def test_samples_that_drop_last_leaves_out(num_dropped: int, outcome: str) -> None:
     records, reference = two_readers()
