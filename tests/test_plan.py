@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections import Counter
@@ -203,6 +204,21 @@ def test_units_are_those_that_were_announced(ranks: Any, strategy: str) -> None:
         assert done.units[0] == ""
         assert ("model.blocks.*" in "".join(lines)) == ("model.blocks.0" in done.units)
         assert done.whole == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "where"), [("fsdp_custom", 2, "2 ranks"), ("hsdp_custom", 4, "2 ranks, in 2 copies,")]
+)
+def test_shares_are_those_that_were_announced(ranks: Any, strategy: str, size: int, where: str) -> None:
+    """Each tensor is cut along its first dimension, so some ranks have a row more than others."""
+    results = ranks(size).run(said_and_done, "byte_gpt", strategy, size)
+    kept = [4 / 1024 * sum(math.prod(local) for _, local in done.shapes.values()) for _, done in results]
+    lines = results[0][0]
+    assert number(rf"^sharded over {where} in (\d+) units", lines) == len(results[0][1].units)
+    (announced,) = [
+        float(match[1]) for line in lines if (match := re.match(r"a rank keeps ([\d.]+) KiB of 43.6", line))
+    ]
+    assert sum(kept) / size == pytest.approx(announced, abs=0.1)
 
 
 def test_whole_parameters_are_those_that_were_announced(ranks: Any) -> None:
