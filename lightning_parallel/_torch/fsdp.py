@@ -209,7 +209,7 @@ def forget_sharding(module: nn.Module) -> None:
     _composable_state._module_state_mapping.pop(module, None)
 
 
-def gather_around(holder: Any, method: str, unit: nn.Module) -> None:
+def gather_around(holder: Any, method: str, unit: nn.Module, *, takes_batch: bool = False) -> None:
     """Gather the parameters of `unit` while ``holder.method`` runs.
 
     `register_fsdp_forward_method` (public) does this for methods that are never called from within `forward`. These
@@ -220,6 +220,8 @@ def gather_around(holder: Any, method: str, unit: nn.Module) -> None:
         holder: The object whose method is replaced.
         method: The method's name.
         unit: The sharded unit.
+        takes_batch: Whether the method is given what Lightning has moved to the device. torch would move again what
+            a user has left on the host, and raise for a `defaultdict`.
     """
     assert isinstance(unit, FSDPModule)
     original = getattr(holder, method)
@@ -231,7 +233,10 @@ def gather_around(holder: Any, method: str, unit: nn.Module) -> None:
         # Gathered by a caller already, who will free the parameters.
         if state._training_state != idle:
             return original(*args, **kwargs)
-        args, kwargs = state._pre_forward(unit, args, kwargs)
+        if takes_batch:
+            state._pre_forward(unit, (), {})
+        else:
+            args, kwargs = state._pre_forward(unit, args, kwargs)
         versions = [gathered._version for _, gathered in gathered_parameters(unit)]
         result = original(*args, **kwargs)
         changed = [g._version for _, g in gathered_parameters(unit)] != versions

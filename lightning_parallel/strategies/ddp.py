@@ -142,10 +142,12 @@ class DDPStrategy(ProcessGroupStrategy):
         self.model = model
 
     def _wrap(self, module: LightningModule) -> DistributedDataParallel:
-        find, device = self._find_unused_parameters, self.root_device
+        find = self._find_unused_parameters
         wrapped = DistributedDataParallel(
             module,
-            device_ids=None if device.type == "cpu" else [device.index],
+            # Lightning moves batches. With a device, DDP would move again what a user has left on the host, and raise
+            # for a `defaultdict`.
+            device_ids=None,
             find_unused_parameters=not module.automatic_optimization if find == "auto" else find,
             **self._ddp_options,  # type: ignore[arg-type]
         )

@@ -180,7 +180,7 @@ def gather_in_steps(module: nn.Module, plan: ShardingPlan, step_methods: Sequenc
     for path in plan.units:
         unit = module.get_submodule(path)
         for method in ("forward", *step_methods) if path == ROOT else _own_methods(unit):
-            _torch.fsdp.gather_around(unit, method, unit)
+            _torch.fsdp.gather_around(unit, method, unit, takes_batch=method in step_methods)
 
 
 def gather_while_running(holder: object, method: str, module: nn.Module) -> None:
@@ -192,7 +192,7 @@ def gather_while_running(holder: object, method: str, module: nn.Module) -> None
         module: The sharded module.
     """
     if isinstance(module, FSDPModule):
-        _torch.fsdp.gather_around(holder, method, module)
+        _torch.fsdp.gather_around(holder, method, module, takes_batch=True)
 
 
 def gather_in_method(module: nn.Module, plan: ShardingPlan, method: str) -> None:
