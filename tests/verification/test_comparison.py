@@ -139,8 +139,14 @@ def joined(loss: float | None) -> tuple[list[Record], Record]:
 
 
 def test_batches_of_all_readers_as_one() -> None:
-    found = outcomes(*joined(1.5))  # the mean of 1 and 2
-    assert (found["losses"], found["weights"]) == ("equal", "equal")
+    records, reference = joined(1.5)  # the mean of 1 and 2
+    for each in (*records, reference):
+        each.logged = {"synced": 1.0, "own": 1.0}
+        for step in each.microsteps:
+            step.logged = {"synced": 1.0, "own": step.loss or 0.0}
+    found = {each.subject: each for each in compare(records, reference, 1e-5)}
+    assert (found["losses"].outcome, found["weights"].outcome) == ("equal", "equal")
+    assert found["logged values"].detail == "in each step: synced; of each rank's own samples, so not compared: own"
 
 
 def test_a_later_loss_that_is_not_the_mean() -> None:
