@@ -266,11 +266,8 @@ class OwnMode(Padded):
         self.mode = self.Mode()
         self.mode.__enter__()
 
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        if (mode := getattr(self, "mode", None)) is not None:
-            mode.is_on = False
-
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.mode.is_on = False
         torch.ones(1).add(1)
         assert self.mode.is_on, "somebody else has left the mode of this module"
         self.mode.__exit__(None, None, None)
