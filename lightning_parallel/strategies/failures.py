@@ -26,13 +26,7 @@ GRACE = 30.0
 """Seconds in which a rank may notice by itself that another one has failed, before its process ends."""
 _READ = 5.0
 """Seconds that rank 0, which keeps the store, waits for others to read why it ends."""
-PATIENCE = 60.0
-"""Seconds after which a rank that waits for others to save a checkpoint says so."""
 _SHORTEST = 0.001
-_ALONE = (
-    "rank {rank} saves a checkpoint and waits for the other ranks{but}: call trainer.save_checkpoint on all ranks, not "
-    "behind `if trainer.is_global_zero:`; rank 0 alone writes"
-)
 _LONGEST = 500
 _NOTED = "_lightning_parallel_first_failure"
 
@@ -106,15 +100,12 @@ class FailureWatch:
                 self._wait_for_readers(self._store)
 
     def meet(self) -> bool:
-        """Wait for all ranks to save a checkpoint, as long as it takes. A collective.
+        """Wait for all ranks, as long as it takes: for what one of them does that has no end in sight. A collective.
 
         Nothing of the process group waits, so that no timeout ends it. If a rank fails meanwhile, this process ends.
 
         Returns:
             Whether the ranks have met: not if nobody watches them.
-
-        Raises:
-            RuntimeError: If another rank has ended its run without coming here.
         """
         if self._store is None:
             return False
@@ -122,25 +113,15 @@ class FailureWatch:
         name = f"{self._key}/meeting/{self._num_meetings}"
         if self._store.add(name, 1) == self._size:
             self._store.set(f"{name}/all", "1")
-        pause, end, is_told = _SHORTEST, time.monotonic() + PATIENCE, False
-        while True:
-            is_left = self._store.add(f"{self._key}/left", 0) > 0  # before the look for all, who leave after that
-            if self._store.check([f"{name}/all"]):
-                return True
-            if is_left:
-                raise RuntimeError(_ALONE.format(rank=self._rank, but=", but one of them has ended its run"))
-            if not is_told and time.monotonic() > end:
-                is_told = True
-                sys.stderr.write(_ALONE.format(rank=self._rank, but=f" since {PATIENCE:.0f} s") + "\n")
+        pause = _SHORTEST
+        while not self._store.check([f"{name}/all"]):
             time.sleep(pause)
             pause = min(2 * pause, POLL)
+        return True
 
     def stop(self) -> None:
         """Watch no more."""
         self._is_over.set()
-        if self._store is not None:
-            with _store_may_be_gone():
-                self._store.add(f"{self._key}/left", 1)
         if self._thread is not None:
             # Python cannot end a thread that is in C++ when the process does: the process would abort.
             self._thread.join(_READ)

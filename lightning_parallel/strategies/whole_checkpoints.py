@@ -40,7 +40,6 @@ class WholeCheckpointsStrategy(PlannedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        self._failures.meet()
         if (trainer := _lightning.attached_trainer(self.module)) is not None:  # there is none before a fit
             self._streams.add_to(checkpoint, trainer, self.root_device)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -61,8 +60,6 @@ class WholeCheckpointsStrategy(PlannedStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._policies.shards:
-            self._failures.meet()
         return whole_state_dict(self.module, keep=self.is_global_zero)
 
     @override

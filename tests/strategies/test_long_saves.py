@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +13,6 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_parallel import _torch
-from lightning_parallel.strategies import failures
 from tests.data import loader
 from tests.models.cases import ByteGPT
 from tests.parity import trainer_for
@@ -60,34 +56,3 @@ def test_ranks_wait_for_a_checkpoint_as_long_as_it_takes(ranks: Any, tmp_path: P
     found = ranks(2).run(saved, name, tmp_path / "long.ckpt")
     assert all(seconds > TIMEOUT and is_there for seconds, is_there in found)
     assert "state_dict" in torch.load(tmp_path / "long.ckpt", weights_only=False)
-
-
-class SavesAlone(ByteGPT):
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    def on_train_end(self) -> None:
-        if self.trainer.is_global_zero:
-            self.trainer.save_checkpoint(self.path)
-        else:
-            time.sleep(1.0)
-
-
-def saved_alone(path: Path) -> tuple[str, str]:
-    """The error with which a rank ends, and what it says before."""
-    said = io.StringIO()
-    with mock.patch.object(failures, "PATIENCE", 0.3), contextlib.redirect_stderr(said):
-        try:
-            trainer_for("ddp_custom", 2, max_steps=1).fit(SavesAlone(path), loader(2))
-        except RuntimeError as error:
-            return str(error), said.getvalue()
-    return "", said.getvalue()
-
-
-def test_a_rank_that_saves_alone_does_not_wait_for_ever(ranks: Any, tmp_path: Path) -> None:
-    """Under sharding, the others wait for it, too, as they give back a whole module; it still says why."""
-    (error, said), second = ranks(2).run(saved_alone, tmp_path / "alone.ckpt", deadline=60)
-    assert second == ("", "")
-    assert "rank 0 saves a checkpoint and waits for the other ranks, but one of them has ended its run: call" in error
-    assert said.count("rank 0 saves a checkpoint and waits for the other ranks since 0 s: call trainer.save") == 1
