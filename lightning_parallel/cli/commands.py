@@ -44,7 +44,8 @@ def run(command: str) -> None:
     # Lightning's CLI calls jsonargparse by a name that is being retired; the user of the command can't change that.
     warnings.filterwarnings("ignore", message=_RETIRING)
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")  # once a rank, from Lightning
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
+    for name in ("pytorch.utilities.rank_zero", "fabric.strategies.launchers.subprocess_script"):
+        logging.getLogger(f"lightning.{name}").addFilter(_is_news)
     try:
         if command == "strategies":
             print(describe_strategies(sys.argv[2:]), end="")
@@ -91,9 +92,13 @@ def _explain() -> None:
         strategy.check_module(parsed.model)
 
 
-def _is_no_tip(record: logging.LogRecord) -> bool:
-    """Whether a line is more than Lightning's advice to install another product."""
-    return "Tip: For seamless cloud" not in record.getMessage()
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line is more than Lightning's advice to install another product, or the end of a rank that said why.
+
+    Lightning ends the first rank when another one has ended. Exit status 1 is that of a rank that has said its error.
+    """
+    text = record.getMessage()
+    return "Tip: For seamless cloud" not in text and "terminated with code 1. Forcefully" not in text
 
 
 class _SaveConfigBesideLogs(SaveConfigCallback):
