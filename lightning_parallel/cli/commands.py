@@ -61,7 +61,12 @@ def run(command: str) -> None:
             LightningCLI(save_config_callback=_SaveConfigBesideLogs)
     except (ConfigurationError, FirstStepError) as error:
         first = first_failure(error)
-        if is_first_process() if first is None else first.is_here:
+        # All ranks raise the latter, and rank 0 has the words; of the others, each that says something else is heard.
+        if first is None or isinstance(error, FirstStepError):
+            is_heard = is_first_process()
+        else:
+            is_heard = first.is_here or not first.says(error)
+        if is_heard:
             print(f"lightning-parallel: {error}", file=sys.stderr)
         sys.exit(_REFUSED)
     except Exception as error:

@@ -43,6 +43,10 @@ class FirstFailure:
     text: str
     is_here: bool
 
+    def says(self, exception: BaseException) -> bool:
+        """Whether it is in the words of `exception`, too."""
+        return _words(exception) in self.text
+
 
 def first_failure(exception: BaseException) -> FirstFailure | None:
     """The first error of all ranks, which ends this one with `exception`; ``None`` if no other ranks were there."""
@@ -87,7 +91,7 @@ class FailureWatch:
         if self._store is None:
             return
         self._is_over.set()
-        words = f"{type(exception).__name__}: {exception}".strip()[:_LONGEST]
+        words = _words(exception)
         own = f"rank {self._rank} raised {words}"
         with _store_may_be_gone():
             # Rank 0 may be gone, and the store with it, when this rank has noticed that.
@@ -148,6 +152,10 @@ class FailureWatch:
                     if not is_over.wait(GRACE):
                         _end(f"{first}. Rank {self._rank} waits for it in vain, and ends.")
                     return
+
+
+def _words(exception: BaseException) -> str:
+    return f"{type(exception).__name__}: {exception}".strip()[:_LONGEST]
 
 
 @contextlib.contextmanager

@@ -94,5 +94,6 @@ def test_what_the_first_step_refuses_is_said_once(script: Path, tmp_path: Path) 
     arguments = ["fit", "--config", recipe(tmp_path), "--trainer.devices=2", "--model.differs=true"]
     done = command(script, *arguments, "--strategy=fsdp_custom:check=first_step")
     assert done.returncode == 2
-    assert done.stderr.count("the first step differs") == 1, done.stderr
+    assert done.stderr.count("lightning-parallel: ") == 1, done.stderr
+    assert "lightning-parallel: the first step under MeshStrategy(shard=2) is not that of one process" in done.stderr
     assert "Traceback" not in done.stderr
