@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_parallel.plan import Plan
+    from lightning_parallel.policies import Policies
     from lightning_parallel.ranks.degrees import Degrees
 
 _MOST_WHOLE = 8
@@ -97,20 +98,22 @@ def _sharding(plan: Plan) -> list[str]:
         units = ", ".join(_collapsed(plan, sharding.units))
         lines.append(f"sharded over {num_sharers} ranks{copies}{where} in {len(sharding.units)} units: {units}")
         if plan.degrees.tensor == 1:
-            lines.append(_memory(sharding, num_sharers, plan.policies.reshard))
+            lines.append(_memory(sharding, num_sharers, plan.policies))
         lines += [f"  whole: {name} ({reason})" for name, reason in list(sharding.whole.items())[:_MOST_WHOLE]]
         if (more := len(sharding.whole) - _MOST_WHOLE) > 0:
             lines.append(f"  whole: {more} more")
     return lines
 
 
-def _memory(sharding: ShardingPlan, num_sharers: int, reshard: str | int) -> str:
+def _memory(sharding: ShardingPlan, num_sharers: int, policies: Policies) -> str:
     """The share of a rank, where tensor parallelism does not split parameters before."""
-    total, largest = sum(sharding.num_bytes), max(sharding.num_bytes)
-    unit = sharding.units[sharding.num_bytes.index(largest)] or "the rest"
-    gathered = f"the largest unit has {_size(largest)} when it is gathered ({unit})"
-    if reshard == "never":
-        gathered = f"from forward to backward all {_size(total)} are gathered"
+    total, dtype = sum(sharding.num_bytes), policies.sharding_dtypes.fsdp.param_dtype
+    # Mixed precision gathers parameters in another dtype than that in which they are kept.
+    sizes = sharding.num_bytes if dtype is None else tuple(numel * dtype.itemsize for numel in sharding.numel)
+    unit = sharding.units[sizes.index(max(sizes))] or "the rest"
+    gathered = f"the largest unit has {_size(max(sizes))} when it is gathered ({unit})"
+    if policies.reshard == "never":
+        gathered = f"from forward to backward all are gathered, {_size(sum(sizes))}"
     return (
         f"  a rank keeps {_size(total / num_sharers)} of {_size(total)} of parameters, as much of gradients, and twice "
         f"that of moments of AdamW; {gathered}"

@@ -83,7 +83,8 @@ def _test_command(given: Sequence[str], path: str) -> str:
     if "--ckpt_path" in kept:
         at = kept.index("--ckpt_path")
         del kept[at : at + 2]
-    return shlex.join([Path(given[0]).name, "test", *kept, f"--ckpt_path={path}"])
+    command = ["python", given[0]] if given[0].endswith(".py") else [Path(given[0]).name]
+    return shlex.join([*command, "test", *kept, f"--ckpt_path={path}"])
 
 
 def _build(text: str) -> Any:

@@ -80,7 +80,7 @@ class FailureWatch:
         self._rank, self._size = strategy.global_rank, strategy.world_size
         # A key of this run: a process may fit again after an error that it has caught.
         self._key = f"lightning_parallel/{strategy.broadcast(f'{os.getpid()}-{time.monotonic_ns()}')}"
-        self._store, self._first = _torch.groups.connected_store(), None
+        self._store, self._first, self._num_meetings = _torch.groups.connected_store(), None, 0
         self._is_over = threading.Event()
         watched = _torch.groups.connected_store(), self._is_over
         self._thread = threading.Thread(target=self._watch, args=watched, daemon=True, name="rank-failures")

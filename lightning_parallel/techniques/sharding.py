@@ -33,11 +33,13 @@ class ShardingPlan:
         units: Paths of the units, inner before outer; ``""`` is the module itself.
         whole: Name of a parameter that is not sharded -> the reason. Its gradient is averaged over the ranks instead.
         num_bytes: Of the parameters of each unit, whole and in the dtype that they have.
+        numel: Their elements, which may be gathered in another dtype.
     """
 
     units: tuple[str, ...]
     whole: dict[str, str]
     num_bytes: tuple[int, ...] = field(default=(), compare=False)
+    numel: tuple[int, ...] = field(default=(), compare=False)
 
 
 def plan_sharding(
@@ -76,14 +78,17 @@ def plan_sharding(
             _uncast_parameters(module), "BatchNorm or a parametrization, which compute in their own dtype"
         )
     num_bytes: Counter[str | None] = Counter()
+    numel: Counter[str | None] = Counter()
     for name, parameter in module.named_parameters():
         if name not in whole and name not in absent:
             dtype = module_dtype if module_dtype is not None and parameter.is_floating_point() else parameter.dtype
+            numel[owners[name]] += parameter.numel()
             num_bytes[owners[name]] += parameter.numel() * dtype.itemsize
     return ShardingPlan(
         tuple(paths),
         {name: reason for name, reason in whole.items() if name not in absent},
         tuple(num_bytes[path] for path in paths),
+        tuple(numel[path] for path in paths),
     )
 
 

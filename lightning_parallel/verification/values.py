@@ -14,6 +14,8 @@ from lightning_parallel.verification.records import Record
 
 def of_logged(readers: Sequence[Record], reference: Record, tolerance: float) -> Finding:
     """Values of each step, and those of an epoch that all readers agree on."""
+    if not reference.microsteps:
+        return Finding("logged values", SKIPPED, "there was no step")
     statistics = readers[0].num_readers > 1 and has_statistics(readers[0])
     agreed, in_steps, left_out, wrong = [], [], [], []
     for name in reference.logged:

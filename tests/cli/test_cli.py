@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_parallel.cli import devices
+from lightning_parallel.cli import devices, lightning_cli
 from lightning_parallel.presets import PRESETS
 from tests.cli.command import CONFIG, ROOT, run
 
@@ -222,3 +222,18 @@ def test_policies_are_reached_from_yaml(
     path.write_text(yaml.safe_dump({**CONFIG, **given, "trainer": trainer, "model": model}))
     assert run(monkeypatch, "fit", "--config", str(path)) == 0, capsys.readouterr().err
     assert "last loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            ["/bin/lightning-parallel", "fit", "-c", "a b.yaml"],
+            "lightning-parallel test -c 'a b.yaml' --ckpt_path=new.ckpt",
+        ),
+        (["src/train.py", "fit", "--ckpt_path=old.ckpt"], "python src/train.py test --ckpt_path=new.ckpt"),
+        (["train", "fit", "--ckpt_path", "old.ckpt", "--x=1"], "train test --x=1 --ckpt_path=new.ckpt"),
+    ],
+)
+def test_the_command_that_tests_a_checkpoint(given: list[str], expected: str) -> None:
+    assert lightning_cli._test_command(given, "new.ckpt") == expected

@@ -98,13 +98,20 @@ def test_other_plans(case: str, strategy: str, expected: list[str]) -> None:
         ("fsdp_custom", "4 ranks", "a rank keeps 10.9 KiB of 43.6 KiB"),
         ("hsdp_custom", "2 ranks, in 2 copies,", "a rank keeps 21.8 KiB of 43.6 KiB"),
         ("fsdp_custom:context=2", "4 ranks", "the largest unit has 12.8 KiB when it is gathered (model.blocks.0)"),
-        ("zero2_custom", "4 ranks", "from forward to backward all 43.6 KiB are gathered"),
+        ("zero2_custom", "4 ranks", "from forward to backward all are gathered, 43.6 KiB"),
     ],
 )
 def test_what_a_rank_keeps(strategy: str, where: str, memory: str) -> None:
     lines = explained("byte_gpt", strategy, 4)
     at = lines.index(f"sharded over {where} in 4 units: model.blocks.*, the rest with the module itself")
     assert memory in lines[at + 1]
+
+
+def test_what_is_gathered_in_16_bits() -> None:
+    trainer = make_trainer(build_strategy("fsdp_custom"), 4, precision="bf16-mixed")
+    text = explain(trainer, TENSOR_MODULES["byte_gpt"]())
+    assert "a rank keeps 10.9 KiB of 43.6 KiB" in text
+    assert "the largest unit has 6.4 KiB when it is gathered (model.blocks.0)" in text
 
 
 def test_what_tensor_parallelism_splits_is_not_counted_whole() -> None:

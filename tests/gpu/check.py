@@ -4,7 +4,8 @@
 """Checks for a machine with a GPU: memory, synchronisation, time, numbers, kernels, compiling.
 
 Each thing that is checked is a line of JSON: its name, value, limit, and whether it is ok. The exit status is 1 if one
-is not. A section takes less than ten minutes; with ``--accelerator cpu`` it does what it can there.
+is not. A section is meant to take less than ten minutes (not run on a GPU yet). With ``--accelerator cpu`` it does
+what it can there.
 """
 
 from __future__ import annotations
