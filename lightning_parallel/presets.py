@@ -141,13 +141,13 @@ def _parse_options(name: str, text: str) -> dict[str, Any]:
         option, equals, value = item.partition("=")
         option = option.strip()
         if not equals:
-            violations.append(f"{item!r} in the options of {name} is not of the form option=value")
+            violations.append(f"{item!r} in the options of {name} is not of the form option=value; give a value")
         elif option not in possible:
             near = difflib.get_close_matches(option, possible, n=1)
             hint = f"{_MISSING[option]}. " if option in _MISSING else f"did you mean {near[0]}? " if near else ""
             violations.append(f"{name} has no option {option!r}; {hint}Possible: {', '.join(possible) or 'none'}")
         elif option in values:
-            violations.append(f"option {option!r} of {name} is given twice")
+            violations.append(f"option {option!r} of {name} is given twice; leave one out")
         else:
             try:
                 values[option] = getattr(instantiate(parser.parse_args([f"--{option}={value.strip()}"])), option)
@@ -158,7 +158,7 @@ def _parse_options(name: str, text: str) -> dict[str, Any]:
                     violations.extend(reasons)
                     continue
                 wanted = inspect.formatannotation(possible[option].annotation).strip("'")
-                violations.append(f"{option}={value!r} of {name} is not of type {wanted}")
+                violations.append(f"{option}={value!r} of {name} is not of type {wanted}; give one")
     if violations:
         raise ConfigurationError(violations)
     return values

@@ -264,7 +264,8 @@ def _mismatch(name: str, average: Tensor, parameter: Tensor | None) -> str | Non
         return f"the checkpoint averages {name}, which the module lacks; load the module that was averaged"
     if average.shape != parameter.shape:
         return (
-            f"the checkpoint averages {name} of shape {tuple(average.shape)}, the module's is {tuple(parameter.shape)}"
+            f"the checkpoint averages {name} of shape {tuple(average.shape)}, the module's is "
+            f"{tuple(parameter.shape)}; load the module that was averaged"
         )
     return None
 

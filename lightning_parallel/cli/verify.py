@@ -71,13 +71,16 @@ def _violations(options: argparse.Namespace) -> list[str]:
     most = _RANKS_PER_CORE * cores
     violations = []
     if not 1 <= options.ranks <= most:
-        violations.append(f"--ranks={options.ranks}: this machine has {cores} cores, enough for 1 to {most} ranks")
+        violations.append(f"--ranks={options.ranks}: this machine has {cores} cores; give 1 to {most} ranks")
     if options.updates < 1:
         violations.append(f"--updates={options.updates}: give 1 or more; 2 and more compare a resumed run, too")
     if not (math.isfinite(options.tolerance) and options.tolerance > 0):
         violations.append(f"--tolerance={options.tolerance} is no distance; give a number above 0, such as 1e-5")
     if options.certificate is not None and not options.certificate.absolute().parent.is_dir():
-        violations.append(f"--certificate={options.certificate}: there is no folder {options.certificate.parent}")
+        violations.append(
+            f"--certificate={options.certificate}: there is no folder {options.certificate.parent}; make it, or give "
+            "another path"
+        )
     return violations
 
 

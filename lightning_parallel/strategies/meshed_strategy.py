@@ -43,7 +43,7 @@ class MeshedStrategy(ProcessGroupStrategy):
     def mesh(self) -> Mesh:
         """The ranks by purpose; exists once `fit`, `validate`, `test` or `predict` has begun."""
         if self._mesh is None:
-            raise RuntimeError("the mesh exists only once fit, validate, test or predict has begun")
+            raise RuntimeError("the mesh exists only once fit, validate, test or predict has begun; read it in a hook")
         return self._mesh
 
     @property

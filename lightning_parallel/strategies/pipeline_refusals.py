@@ -33,7 +33,10 @@ def pipelined_module_violations(module: LightningModule) -> list[str]:
         )
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
         if is_overridden(name, module) and "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
-            found.append(f"{name} takes the dataloader's iterator, so there is no batch that a pipeline could cut")
+            found.append(
+                f"{name} takes the dataloader's iterator, so there is no batch that a pipeline could cut; let it take "
+                "(batch, batch_idx), or give pipeline=1"
+            )
     return found
 
 

@@ -26,7 +26,9 @@ def comm_hook_violations(hook: str, powersgd_rank: int | None, backend: str) -> 
     if hook == "bf16" and "nccl" not in backend:
         found.append(f"comm_hook='bf16' needs NCCL, but the backend is {backend}; give comm_hook='fp16' or 'none'")
     if powersgd_rank is not None and hook != "powersgd":
-        found.append(f"powersgd_rank={powersgd_rank} belongs to comm_hook='powersgd', but comm_hook is {hook!r}")
+        found.append(
+            f"powersgd_rank={powersgd_rank} belongs to comm_hook='powersgd', but comm_hook is {hook!r}; leave it out"
+        )
     if powersgd_rank is not None and powersgd_rank < 1:
         found.append(f"powersgd_rank={powersgd_rank} must be at least 1; 1 to 8 are usual")
     return found

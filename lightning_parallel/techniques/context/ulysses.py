@@ -83,7 +83,10 @@ def _mask(sequences: Sequences, mask: Tensor, query: Tensor, key: Tensor) -> Ten
 
 def _head_violation(query: Tensor, key: Tensor, num_ranks: int) -> str:
     if query.ndim != 4:
-        return f"context={num_ranks} needs attention over [batch, heads, length, dim], but got {tuple(query.shape)}"
+        return (
+            f"context={num_ranks} needs attention over [batch, heads, length, dim], but got {tuple(query.shape)}; "
+            "bring queries, keys and values into that shape, or give context=1"
+        )
     heads, kv_heads = query.shape[1], key.shape[1]
     legal = degrees_for_heads(heads, kv_heads)
     if num_ranks in legal:

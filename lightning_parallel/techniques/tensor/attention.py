@@ -154,7 +154,10 @@ def attend_multihead(
     """
     if need_weights and not average_attn_weights:
         raise ConfigurationError(
-            ["nn.MultiheadAttention with average_attn_weights=False is not split; give need_weights=False"]
+            [
+                "nn.MultiheadAttention with average_attn_weights=False is not split, for a rank has the weights of its "
+                "own heads only; give need_weights=False, average_attn_weights=True, or tensor=1"
+            ]
         )
     is_batched, states = query.ndim == 3, [query, key, value]
     if not is_batched:

@@ -127,7 +127,7 @@ def _whole(layer: nn.Module, split: SplitLayer) -> Iterator[None]:
 def _wording(name: str) -> Wording:
     return Wording(
         name,
-        difference=lambda difference: f"{name} {_described(difference)}; {_REMEDY}",
+        difference=lambda difference: _described(name, difference),
         failure=lambda error: [
             f"{name} fails when its linear maps are split over ranks: {_first_line(error)}; {_REMEDY}"
         ],
@@ -139,17 +139,20 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _described(difference: Difference) -> str:
+def _described(name: str, difference: Difference) -> str:
     what = f"the gradient of {difference.name}" if difference.part == "gradient" else "its result"
     match difference.kind:
         case "number":
-            return f"has {difference.ours} results in place of {difference.whole} when it is split"
+            return f"{name} has {difference.ours} results in place of {difference.whole} when it is split; {_REMEDY}"
         case "presence":
-            return f"has {'a' if difference.ours else 'no'} gradient of {difference.name} when it is split"
+            found = "a" if difference.ours else "no"
+            return f"{name} has {found} gradient of {difference.name} when it is split; {_REMEDY}"
         case "shape":
-            return f"computes {what} as {difference.ours} in place of {difference.whole} when it is split"
+            shapes = f"{difference.ours} in place of {difference.whole}"
+            return f"{name} computes {what} as {shapes} when it is split; {_REMEDY}"
         case "numbers":
             return (
-                f"computes something else when its linear maps are split: {what} differs by {difference.error:.2g} "
-                f"where {difference.allowed:.2g} is allowed, from index {difference.index} on"
+                f"{name} computes something else when its linear maps are split: {what} differs by "
+                f"{difference.error:.2g} where {difference.allowed:.2g} is allowed, from index {difference.index} on; "
+                f"{_REMEDY}"
             )

@@ -162,7 +162,10 @@ def _vocabulary(
             )
         others = [n for n, p in module.named_parameters(remove_duplicate=False) if p is child.weight]
         if strangers := [name for name in others if name.removesuffix(".weight") not in roles]:
-            violations.append(f"{path} is not split: {strangers[0]} is the same parameter")
+            violations.append(
+                f"{path} is not split: {strangers[0]} is the same parameter, and no embedding or head outside of the "
+                f"layers; leave {path} out of tensor_plan"
+            )
     return roles, violations
 
 
