@@ -398,6 +398,8 @@ class Code:
         match node:
             case ast.Constant():
                 return self._text(str(node.value), node, place)
+            case ast.Attribute(value=ast.Call(func=ast.Name(id="type"), args=[ast.Name(id="self")]), attr="__name__"):
+                return self._text(place.path[0], node, place)
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=int(index))):
                 found = self._elements(name, place)
                 return found[index] if index < len(found) else None

@@ -23,8 +23,10 @@ def assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             pairs = [(one, ast.Subscript(value, ast.Constant(index))) for index, one in enumerate(targets)]
         case ast.Assign(targets=[target], value=value) | ast.AugAssign(target=target, value=value):
             pairs = [(target, value)]
-        case ast.AnnAssign(target=target, value=ast.expr() as value) | ast.NamedExpr(target=target, value=value):
+        case ast.AnnAssign(target=target, value=ast.expr() as value):
             pairs = [(target, value)]
+        case ast.NamedExpr(target=target, value=value):  # in a condition, after which it is not empty
+            pairs = [(target, ast.BoolOp(ast.Or(), [value, ast.Constant("")]))]
         case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value):
             pairs = [(target, value)]
         case ast.Call(func=ast.Attribute(value=target, attr="append" | "extend" | "setdefault"), args=[*_, value]):

@@ -153,12 +153,7 @@ def attend_multihead(
         ConfigurationError: For weights of single heads, which no rank has all of.
     """
     if need_weights and not average_attn_weights:
-        raise ConfigurationError(
-            [
-                "nn.MultiheadAttention with average_attn_weights=False is not split, for a rank has the weights of its "
-                "own heads only; give need_weights=False, average_attn_weights=True, or tensor=1"
-            ]
-        )
+        raise ConfigurationError([_WEIGHTS_OF_HEADS])
     is_batched, states = query.ndim == 3, [query, key, value]
     if not is_batched:
         states = [each.unsqueeze(0 if attention.batch_first else 1) for each in states]
@@ -248,3 +243,9 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+_WEIGHTS_OF_HEADS = (
+    "nn.MultiheadAttention with average_attn_weights=False is not split, for a rank has the weights of its own heads "
+    "only; give need_weights=False, average_attn_weights=True, or tensor=1"
+)
