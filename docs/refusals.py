@@ -1,9 +1,10 @@
 """Find every refusal of the package in its code: the text of each error, with ``<name>`` where a value stands.
 
-A refusal is what is raised as an error or given to `check` or `refuse`, and what a function called ``..._violations``
-returns. A text is followed from there back to where it is written: through variables, lists, constants, and functions
-of the package with their arguments. What is put together in ways that are not followed is named in `limits.toml`, so
-that :func:`texts_of` finds it; a test compares all that is found with all sentences in the code.
+A refusal is what is raised as an error or given to `check` or `refuse`, what a function called ``..._violations``
+returns, and what is added to a variable of that name. A text is followed from there back to where it is written:
+through variables, lists, constants, and functions of the package with their arguments. What is put together in ways
+that are not followed is named in `limits.toml`, and :meth:`Code.texts_in` takes it as it is; a test compares all that
+is found with all sentences in the code.
 """
 
 from __future__ import annotations
@@ -81,17 +82,19 @@ class Definition:
     place: Place
 
 
-class Code:
-    """The sources of the package, read and not run."""
+class Tree:
+    """The files of the package, read and not run.
 
-    def __init__(self, package: Path = PACKAGE) -> None:
+    Args:
+        package: Its folder.
+    """
+
+    def __init__(self, package: Path) -> None:
         self.trees = {
             path.relative_to(package).with_suffix("").as_posix(): ast.parse(path.read_text(encoding="utf-8"))
             for path in sorted(package.rglob("*.py"))
         }
         self._values: dict[ast.AST, Values] = {}
-
-    # What is in the code ----------------------------------------------------------------------------------------------
 
     @cached_property
     def functions(self) -> list[Definition]:
@@ -99,25 +102,25 @@ class Code:
         return [
             Definition(node, place)
             for file, tree in self.trees.items()
-            for node, place in self._walk(tree, Place(file))
+            for node, place in self.walk(tree, Place(file))
             if isinstance(node, ast.FunctionDef) and place.nodes[-1] is node
         ]
 
-    def _walk(self, node: ast.AST, place: Place) -> Iterator[tuple[ast.AST, Place]]:
+    def walk(self, node: ast.AST, place: Place) -> Iterator[tuple[ast.AST, Place]]:
         """Each node below, with the function that it is in; a function with itself."""
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             place = Place(place.file, (*place.path, node.name), (*place.nodes, node))
         yield node, place
         for child in ast.iter_child_nodes(node):
-            yield from self._walk(child, place)
+            yield from self.walk(child, place)
 
     @cached_property
-    def _constants(self) -> dict[str, Values]:
+    def constants(self) -> dict[str, Values]:
         """File -> what it assigns outside of functions."""
         return {file: self.values_in(tree) for file, tree in self.trees.items()}
 
     @cached_property
-    def _imports(self) -> dict[str, dict[str, tuple[str, str]]]:
+    def imports(self) -> dict[str, dict[str, tuple[str, str]]]:
         """File -> each name that it imports from another file of the package -> that file, and the name there."""
         found: dict[str, dict[str, tuple[str, str]]] = {}
         for file, tree in self.trees.items():
@@ -141,16 +144,55 @@ class Code:
         self._values[scope] = found
         return found
 
-    # Following texts --------------------------------------------------------------------------------------------------
+    @cached_property
+    def by_name(self) -> dict[str, list[Definition]]:
+        """Name -> the functions of this name."""
+        found: dict[str, list[Definition]] = {}
+        for definition in self.functions:
+            found.setdefault(definition.node.name, []).append(definition)
+        return found
+
+    @cached_property
+    def written(self) -> dict[str, list[tuple[ast.expr, Place]]]:
+        """Function or constant -> the literals in it."""
+        found: dict[str, list[tuple[ast.expr, Place]]] = {}
+        for file, tree in self.trees.items():
+            for node, place in self._literals(tree, Place(file)):
+                found.setdefault(place.source, []).append((node, place))
+        return found
+
+    def _literals(self, node: ast.AST, place: Place) -> Iterator[tuple[ast.expr, Place]]:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            return
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            place = Place(place.file, (*place.path, node.name), (*place.nodes, node))
+        elif not place.path and (names := [target for target, _ in assigned(node)]):
+            place = Place(place.file, (names[0],))
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+            yield node, place
+        for child in ast.iter_child_nodes(node):
+            if not (isinstance(node, ast.JoinedStr) and isinstance(child, ast.Constant)):
+                yield from self._literals(child, place)
+
+
+class Code:
+    """What the code says: the texts that expressions stand for.
+
+    Args:
+        package: The folder of the package.
+    """
+
+    def __init__(self, package: Path = PACKAGE) -> None:
+        self._tree = Tree(package)
 
     def refusals(self) -> list[Text]:
         """All refusals, by file and line; each once, though several lines may lead to it."""
         found: dict[tuple[str, str], Text] = {}
-        for file, tree in self.trees.items():
-            for node, place in self._walk(tree, Place(file)):
+        for file, tree in self._tree.trees.items():
+            for node, place in self._tree.walk(tree, Place(file)):
                 for text in self._raised(node, place):
                     self._keep(found, text)
-        for definition in self.functions:
+        for definition in self._tree.functions:
             if "violation" in definition.node.name:
                 for text in self.returned(definition):
                     self._keep(found, text)
@@ -162,11 +204,6 @@ class Code:
             return
         old = found.get((text.source, text.words), text)
         found[text.source, text.words] = replace(text, parts=text.parts | old.parts)
-
-    @staticmethod
-    def _is_sentence(words: str) -> bool:
-        """Whether it is more than a field, whose texts are found elsewhere."""
-        return len(re.sub("<[^>]*>", "", words).split()) >= _SENTENCE
 
     def _raised(self, node: ast.AST, place: Place) -> Iterator[Text]:
         if isinstance(node, ast.Call) and self._is_sink(node.func):
@@ -195,11 +232,25 @@ class Code:
             source: As `Text.source`.
         """
         found: list[Text] = []
-        for node, place in self._written.get(source, ()):
+        for node, place in self._tree.written.get(source, ()):
             text = self._piece(node, place)
             if self._is_sentence(text.words):
                 found.append(text)
         return [text for text in found if not any(text.parts < other.parts for other in found)]
+
+    def sentences(self) -> list[Text]:
+        """All literals that are sentences, docstrings apart."""
+        return [
+            Text(words, place.source, node.lineno, frozenset([(place.file, node.lineno, node.col_offset)]))
+            for nodes in self._tree.written.values()
+            for node, place in nodes
+            if len((words := words_of(node)).split()) >= LEAST and self._is_sentence(words)
+        ]
+
+    @staticmethod
+    def _is_sentence(words: str) -> bool:
+        """Whether it is more than a field, whose texts are found elsewhere."""
+        return len(re.sub("<[^>]*>", "", words).split()) >= _SENTENCE
 
     def returned(self, definition: Definition, place: Place | None = None, index: int | None = None) -> list[Text]:
         """What a function returns or yields; of tuples, the element at `index`."""
@@ -211,11 +262,13 @@ class Code:
                 found += self.texts(value, place or definition.place)
         return found
 
+    # Following texts -------------------------------------------------------------------------------------------------
+
     def texts(self, node: ast.expr, place: Place) -> list[Text]:
         """What an expression may stand for, as far as it is followed."""
         match node:
             case ast.Constant(value=str()):
-                return [self._text(node.value, node, place)]
+                return [self._text(str(node.value), node, place)]
             case ast.JoinedStr():
                 return self._joined(node, place)
             case ast.BinOp(op=ast.Add(), left=left, right=right):
@@ -311,21 +364,21 @@ class Code:
 
     def _given(self, name: str, place: Place) -> list[ast.expr]:
         """The values that a variable of the function is given."""
-        scopes = (self.values_in(scope) for scope in reversed(place.nodes) if isinstance(scope, ast.FunctionDef))
+        scopes = (self._tree.values_in(scope) for scope in reversed(place.nodes) if isinstance(scope, ast.FunctionDef))
         return next((values[name] for values in scopes if name in values), [])
 
     def _named(self, name: str, place: Place) -> list[Text]:
         """What a variable, a parameter or a constant may stand for."""
         for scope in reversed(place.nodes):
-            if isinstance(scope, ast.FunctionDef) and name in self.values_in(scope):
+            if isinstance(scope, ast.FunctionDef) and name in self._tree.values_in(scope):
                 if (scope, name) in place.calls:
                     return []
                 inner = replace(place, calls=(*place.calls, (scope, name)))
-                return self._union(self.values_in(scope)[name], inner)
+                return self._union(self._tree.values_in(scope)[name], inner)
         if name in place.arguments:
             return self.texts(*place.arguments[name])
-        file, name = self._imports[place.file].get(name, (place.file, name))
-        constants = self._constants.get(file, {}).get(name, [])
+        file, name = self._tree.imports[place.file].get(name, (place.file, name))
+        constants = self._tree.constants.get(file, {}).get(name, [])
         return self._union(constants, Place(file, (name,)))
 
     def _called(self, node: ast.Call, place: Place, index: int | None = None) -> list[Text]:
@@ -363,22 +416,15 @@ class Code:
         """The functions of the package that a call may mean: by name, methods in the same file first."""
         name = last_name(function)
         if isinstance(function, ast.Name):
-            file, name = self._imports[place.file].get(function.id, (place.file, function.id))
-            here = [one for one in self._by_name.get(name, []) if one.place.file in (file, f"{file}/__init__")]
+            file, name = self._tree.imports[place.file].get(function.id, (place.file, function.id))
+            here = [one for one in self._tree.by_name.get(name, []) if one.place.file in (file, f"{file}/__init__")]
             return [one for one in here if not isinstance(one.place.nodes[-2:][0], ast.ClassDef)]
         if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name | ast.Call):
-            found = self._by_name.get(name, [])
+            found = self._tree.by_name.get(name, [])
             if isinstance(function.value, ast.Name) and function.value.id in ("self", "cls"):
                 return [one for one in found if one.place.file == place.file and len(one.place.nodes) > 1]
             return found if name.endswith(("violations", "violation")) else []
         return []
-
-    @cached_property
-    def _by_name(self) -> dict[str, list[Definition]]:
-        found: dict[str, list[Definition]] = {}
-        for definition in self.functions:
-            found.setdefault(definition.node.name, []).append(definition)
-        return found
 
     @staticmethod
     def _inside_call(definition: Definition, call: ast.Call, place: Place) -> Place:
@@ -391,7 +437,7 @@ class Code:
             calls=(*place.calls, definition.node),
         )
 
-    # Constants --------------------------------------------------------------------------------------------------------
+    # Constants -------------------------------------------------------------------------------------------------------
 
     def _literal(self, node: ast.expr, place: Place) -> Text | None:
         """A constant of the package, or its elements with commas between them; `None` for anything else."""
@@ -414,8 +460,8 @@ class Code:
 
     def _elements(self, name: str, place: Place) -> list[Text]:
         """The elements of a constant tuple, or the keys of a constant dictionary."""
-        file, name = self._imports[place.file].get(name, (place.file, name))
-        values = self._constants.get(file, {}).get(name, [])
+        file, name = self._tree.imports[place.file].get(name, (place.file, name))
+        values = self._tree.constants.get(file, {}).get(name, [])
         if len(values) != 1 or not name.isupper():
             return []
         value, inside = values[0], Place(file, (name,))
@@ -423,41 +469,8 @@ class Code:
         return [self._text(str(one.value), one, inside) for one in elements if isinstance(one, ast.Constant)]
 
     def _constants_of(self, name: str, place: Place) -> list[Text]:
-        file, name = self._imports[place.file].get(name, (place.file, name))
-        values = self._constants.get(file, {}).get(name, [])
+        file, name = self._tree.imports[place.file].get(name, (place.file, name))
+        values = self._tree.constants.get(file, {}).get(name, [])
         return [
             self._text(str(one.value), one, Place(file, (name,))) for one in values if isinstance(one, ast.Constant)
         ]
-
-    # Sentences --------------------------------------------------------------------------------------------------------
-
-    def sentences(self) -> list[Text]:
-        """All literals that are sentences, docstrings apart."""
-        return [
-            Text(words, place.source, node.lineno, frozenset([(place.file, node.lineno, node.col_offset)]))
-            for nodes in self._written.values()
-            for node, place in nodes
-            if len((words := words_of(node)).split()) >= LEAST and self._is_sentence(words)
-        ]
-
-    @cached_property
-    def _written(self) -> dict[str, list[tuple[ast.expr, Place]]]:
-        """Function or constant -> the literals in it."""
-        found: dict[str, list[tuple[ast.expr, Place]]] = {}
-        for file, tree in self.trees.items():
-            for node, place in self._literals(tree, Place(file)):
-                found.setdefault(place.source, []).append((node, place))
-        return found
-
-    def _literals(self, node: ast.AST, place: Place) -> Iterator[tuple[ast.expr, Place]]:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            return
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            place = Place(place.file, (*place.path, node.name), (*place.nodes, node))
-        elif not place.path and (names := [target for target, _ in assigned(node)]):
-            place = Place(place.file, (names[0],))
-        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
-            yield node, place
-        for child in ast.iter_child_nodes(node):
-            if not (isinstance(node, ast.JoinedStr) and isinstance(child, ast.Constant)):
-                yield from self._literals(child, place)
