@@ -27,6 +27,7 @@ from lightning_parallel.techniques.compiling import apply_compile
 from lightning_parallel.techniques.context.layers import apply_context
 from lightning_parallel.techniques.deferred_init.record import InitRecord
 from lightning_parallel.techniques.float8 import apply_float8
+from lightning_parallel.techniques.gathering import gather_around_parts, gather_in_method, gather_in_steps
 from lightning_parallel.techniques.offload import build_offload_policy
 from lightning_parallel.techniques.pipeline.cut import CutStack, cut_stack
 from lightning_parallel.techniques.recompute import apply_recompute, parse_recompute
@@ -35,8 +36,6 @@ from lightning_parallel.techniques.sharding import (
     ShardingPlan,
     apply_sharding,
     finish_sharding,
-    gather_in_method,
-    gather_in_steps,
     reshard_units,
     unreduced_parameters,
 )
@@ -167,9 +166,10 @@ def parallelize(
         shards = plan.sharding[0 if cut is None else cut.group.rank()]
         _shard(module, shards, policies, mesh, device, init)
         if cut is None:  # a pipeline gathers around each microbatch instead
-            gather_in_steps(module, shards, policies.step_methods)
+            gather_in_steps(module, shards.units, policies.step_methods)
+            gather_around_parts(module, shards.units)
         for method in policies.forward_methods:
-            gather_in_method(module, shards, method)
+            gather_in_method(module, shards.units, method)
         if cut is not None:
             cut.tag(module)  # only now: sharding has replaced the parameter objects, which carry the tags
     _audit(module, shards, mesh)

@@ -209,7 +209,14 @@ def forget_sharding(module: nn.Module) -> None:
     _composable_state._module_state_mapping.pop(module, None)
 
 
-def gather_around(holder: Any, method: str, unit: nn.Module, *, takes_batch: bool = False) -> None:
+def gather_around(
+    holder: Any,
+    method: str,
+    unit: nn.Module,
+    *,
+    takes_batch: bool = False,
+    unless: Callable[[], bool] = lambda: False,
+) -> None:
     """Gather the parameters of `unit` while ``holder.method`` runs.
 
     `register_fsdp_forward_method` (public) does this for methods that are never called from within `forward`. These
@@ -222,6 +229,7 @@ def gather_around(holder: Any, method: str, unit: nn.Module, *, takes_batch: boo
         unit: The sharded unit.
         takes_batch: Whether the method is given what Lightning has moved to the device. torch would move again what
             a user has left on the host, and raise for a `defaultdict`.
+        unless: Asked where nobody has gathered the parameters yet; true leaves them as they are.
     """
     assert isinstance(unit, FSDPModule)
     original = getattr(holder, method)
@@ -230,8 +238,8 @@ def gather_around(holder: Any, method: str, unit: nn.Module, *, takes_batch: boo
 
     @functools.wraps(original)
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        # Gathered by a caller already, who will free the parameters.
-        if state._training_state != idle:
+        # Gathered by a caller already, who will free the parameters. The compiler looks into layers only, which are.
+        if torch.compiler.is_compiling() or state._training_state != idle or unless():
             return original(*args, **kwargs)
         if takes_batch:
             state._pre_forward(unit, (), {})
@@ -248,7 +256,7 @@ def gather_around(holder: Any, method: str, unit: nn.Module, *, takes_batch: boo
             )
         return result
 
-    setattr(holder, method, gathered)
+    vars(holder)[method] = gathered  # past the `__setattr__` of compiled modules, which hand it on
 
 
 CAN_REDUCE_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")

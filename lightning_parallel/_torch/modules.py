@@ -44,6 +44,14 @@ HOOK_TABLES = (
 """Where `nn.Module` keeps its hooks: names stable since 2.0; there is no public way to list a module's hooks."""
 
 
+def called_method(module: nn.Module) -> str:
+    """The name of the attribute with which a call of `module` begins that may be replaced.
+
+    After ``module.compile()`` it is `_compiled_call_impl`, since 2.2, inside of which all else is compiled.
+    """
+    return "forward" if vars(module).get("_compiled_call_impl") is None else "_compiled_call_impl"
+
+
 def subclass_like(cls: type[nn.Module], forward: Callable[..., Any] | functools.partialmethod[Any]) -> type[nn.Module]:
     """Make a subclass with another `forward` that otherwise prints and reads like the class itself.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -98,7 +98,7 @@ def find_layers(module: nn.Module, layers: str | Sequence[str] | None = None) ->
 
     Args:
         module: Any module.
-        layers: The path or paths of the stacks in place of a search; ``[]`` for none.
+        layers: The path or paths of the stacks in place of a search; ``[]`` for none, and for no large submodules.
 
     Returns:
         Paths of the stacks and of what is around them.
@@ -120,7 +120,8 @@ def find_layers(module: nn.Module, layers: str | Sequence[str] | None = None) ->
     order = {path: index for index, (path, _) in enumerate(module.named_modules(remove_duplicate=False))}
     first = min((order[stack.path] for stack in stacks), default=len(order))
     last = max((order[stack.path] for stack in stacks), default=len(order))
-    by_first_name = [path for path in _large(module, "") if first_paths[module.get_submodule(path)] == path]
+    of_size = [] if layers == [] else _large(module, "")  # the user wants all parameters in one unit
+    by_first_name = [path for path in of_size if first_paths[module.get_submodule(path)] == path]
     large = tuple(path for path in by_first_name if not _is_below(path, inside))
     return ModuleStructure(
         stacks=stacks,
@@ -183,6 +184,21 @@ def first_names(module: nn.Module) -> dict[str, str]:
         for name, _ in chain(child.named_parameters("", False, False), child.named_buffers("", False, False)):
             found[_joined(path, name)] = _joined(first_paths[child], name)
     return found
+
+
+def owner_of(name: str, paths: Collection[str]) -> str | None:
+    """Find the innermost of some modules around a parameter or a module; not that module itself.
+
+    Args:
+        name: The path of the parameter or module.
+        paths: Paths of modules.
+    """
+    path = name
+    while path:
+        path = path.rpartition(".")[0]
+        if path in paths:
+            return path
+    return None
 
 
 def _joined(path: str, name: str) -> str:

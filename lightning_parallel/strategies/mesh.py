@@ -27,6 +27,7 @@ from lightning_parallel.strategies.module_device import set_module_device
 from lightning_parallel.strategies.optimizers import adopt_optimizers
 from lightning_parallel.strategies.parallel_module import ParallelModule
 from lightning_parallel.strategies.precision import module_dtype, sharded_precision, sharding_dtypes
+from lightning_parallel.strategies.shard_notes import add_shard_notes
 from lightning_parallel.strategies.while_set_up import while_set_up
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
@@ -217,30 +218,5 @@ class MeshStrategy(MeshedStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        _add_notes(exception)
-
-
-def _add_notes(exception: BaseException) -> None:
-    for words, note in _NOTES.items():
-        if words in str(exception):
-            exception.add_note(note)
-
-
-_MIXED = (
-    "A sharded parameter met a plain tensor: code reads the parameters of a layer outside of that layer's forward (a "
-    "penalty over parameters() in the loss, a layer's weight used elsewhere, a call from a hook). Name the method that "
-    "does so in forward_methods, give layers=[] so that all parameters are gathered around the step, or use "
-    "zero1_custom, where parameters stay whole. To clip gradients, give the Trainer gradient_clip_val."
-)
-_NO_RULE = (
-    "torch does not know how to compute this on parts of a tensor: a hook or a step does it with a parameter or a "
-    "gradient that is sharded. Compute it from whole values (p.full_tensor() or full_state_dict(trainer), everywhere) "
-    "or use zero1_custom, where parameters stay whole."
-)
-_NOTES = {
-    "mixed torch.Tensor and DTensor": _MIXED,
-    "different mesh": _MIXED,
-    "Sharding propagation failed": _NO_RULE,
-    "sharding strategy": _NO_RULE,
-}
-"""Words of torch's errors -> what to do."""
+        if self._parallel is not None:
+            add_shard_notes(exception, self.module, self._parallel.current.sharding.units)

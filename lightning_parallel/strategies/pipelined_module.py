@@ -19,6 +19,7 @@ from lightning_parallel.steps import PipelinedSteps
 from lightning_parallel.strategies.cut_step import CutBatch, CutStep
 from lightning_parallel.strategies.loss_choice import LossChoice
 from lightning_parallel.strategies.step_logs import StepLogs
+from lightning_parallel.techniques.gathering import gather_while_running
 from lightning_parallel.techniques.pipeline.early_draws import EarlyDraws
 from lightning_parallel.techniques.pipeline.execution import evaluation_actions, training_actions
 from lightning_parallel.techniques.pipeline.gradients import GradientsOfStep
@@ -34,7 +35,6 @@ from lightning_parallel.techniques.pipeline.shape_inference import unchanged
 from lightning_parallel.techniques.pipeline.stage_plan import StepCosts, balanced
 from lightning_parallel.techniques.pipeline.step_losses import StepLosses, loss_in
 from lightning_parallel.techniques.pipeline.timing import ROUNDS, StepClock, is_worth_moving
-from lightning_parallel.techniques.sharding import gather_while_running
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

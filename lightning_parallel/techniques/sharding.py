@@ -18,11 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_parallel import _torch
-from lightning_parallel.module.layer_stacks import first_names
+from lightning_parallel.module.layer_stacks import first_names, owner_of
 from lightning_parallel.module.placeholders import is_placeholder
 
 ROOT = ""
-_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "transformers", "torchvision", "torchmetrics")
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def plan_sharding(
     paths = sorted({*units, *outer}, key=lambda path: (-_depth(path), path))
     of_units = frozenset(paths)
     first = first_names(module)
-    owners = {name: _owner(first[name], of_units) for name, _ in module.named_parameters(remove_duplicate=False)}
+    owners = {name: owner_of(first[name], of_units) for name, _ in module.named_parameters(remove_duplicate=False)}
     whole = {name: "no unit holds it" for name, owner in owners.items() if owner is None}
     whole |= dict(_shared_across_units(module, owners))
     whole |= dict(_unshardable(module, owners, module_dtype))
@@ -169,49 +168,9 @@ def finish_sharding(module: nn.Module, plan: ShardingPlan) -> None:
         unit = module.get_submodule(path)
         if _is_outermost(path, plan):
             _torch.fsdp.initialize_sharding(unit)
-        # The step methods gather the root's parameters (`gather_in_steps`), so the hooks of `forward` must not.
+        # The step methods gather the root's parameters (`gathering.py`), so the hooks of `forward` must not.
         if path == ROOT:
             _torch.fsdp.drop_forward_hooks(unit)
-
-
-def gather_in_steps(module: nn.Module, plan: ShardingPlan, step_methods: Sequence[str]) -> None:
-    """Gather parameters in methods other than `forward`.
-
-    Args:
-        module: The sharded module.
-        plan: The result of `plan_sharding`.
-        step_methods: Names of the module's methods that Lightning calls in place of `forward`.
-    """
-    for path in plan.units:
-        unit = module.get_submodule(path)
-        for method in ("forward", *step_methods) if path == ROOT else _own_methods(unit):
-            _torch.fsdp.gather_around(unit, method, unit, takes_batch=method in step_methods)
-
-
-def gather_while_running(holder: object, method: str, module: nn.Module) -> None:
-    """Gather the parameters of the unit that `module` is, if it is one, while ``holder.method`` runs.
-
-    Args:
-        holder: The object whose method is replaced.
-        method: The method's name.
-        module: The sharded module.
-    """
-    if isinstance(module, FSDPModule):
-        _torch.fsdp.gather_around(holder, method, module, takes_batch=True)
-
-
-def gather_in_method(module: nn.Module, plan: ShardingPlan, method: str) -> None:
-    """Gather the parameters of the unit around a method of a submodule while that method runs.
-
-    Args:
-        module: The sharded module.
-        plan: The result of `plan_sharding`.
-        method: Path of the submodule and name of the method, such as ``"path.to.module.method"``.
-    """
-    path, _, name = method.rpartition(".")
-    owner = _owner(f"{path}." if path else "x", plan.units)
-    if owner is not None:
-        _torch.fsdp.gather_around(module.get_submodule(path), name, module.get_submodule(owner))
 
 
 def reshard_units(module: nn.Module) -> None:
@@ -284,16 +243,6 @@ def _is_outermost(path: str, plan: ShardingPlan) -> bool:
     return not any(path != other and (other == ROOT or path.startswith(f"{other}.")) for other in plan.units)
 
 
-def _owner(name: str, paths: Collection[str]) -> str | None:
-    """Find the innermost of the units in `paths` around a parameter."""
-    path = name
-    while path:
-        path = path.rpartition(".")[0]
-        if path in paths:
-            return path
-    return None
-
-
 def _depth(path: str) -> int:
     return path.count(".") + 1 if path else 0
 
@@ -329,19 +278,3 @@ def _uncast_parameters(module: nn.Module) -> Iterator[str]:
     for path, submodule in module.named_modules(remove_duplicate=False):
         if isinstance(submodule, kinds):
             yield from (f"{path}.{name}" if path else name for name, _ in submodule.named_parameters(recurse=False))
-
-
-def _own_methods(unit: nn.Module) -> list[str]:
-    """Names of methods besides `forward` from the user's own classes: user code may call them from outside the unit."""
-    classes = [cls for cls in type(unit).__mro__ if cls.__module__.partition(".")[0] not in (*_LIBRARIES, "builtins")]
-    return sorted(
-        {
-            name
-            for cls in classes
-            for name, value in vars(cls).items()
-            if callable(value)
-            and not isinstance(value, type | staticmethod | classmethod)
-            and not name.startswith("__")
-            and name not in vars(nn.Module)
-        }
-    )

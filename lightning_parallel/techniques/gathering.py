@@ -1,0 +1,107 @@
+"""Gather parameters around what is called in place of a unit's `forward`: steps, methods, and parts of the unit.
+
+FSDP2 gathers the parameters of a unit around its `forward`. User code also calls other methods of it, or a module
+inside of it (``self.model.encoder(x)``), whose parameters are shards at that moment unless a caller has gathered them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_parallel import _torch
+from lightning_parallel.errors import asking
+from lightning_parallel.module.layer_stacks import owner_of
+
+_ROOT = ""
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "transformers", "torchvision", "torchmetrics")
+
+
+def gather_in_steps(module: nn.Module, units: Sequence[str], step_methods: Sequence[str]) -> None:
+    """Gather parameters in methods other than `forward`.
+
+    Args:
+        module: The sharded module.
+        units: Paths of its units.
+        step_methods: Names of the module's methods that Lightning calls in place of `forward`.
+    """
+    for path in units:
+        unit = module.get_submodule(path)
+        for method in ("forward", *step_methods) if path == _ROOT else _own_methods(unit):
+            _torch.fsdp.gather_around(unit, method, unit, takes_batch=method in step_methods)
+
+
+def gather_around_parts(module: nn.Module, units: Sequence[str]) -> None:
+    """Gather the parameters of a unit around the forward of a module inside of it that is called from outside of it.
+
+    What is called from inside passes by, as the unit has gathered them. Steps gather the parameters of the root, so its
+    parts need nothing.
+
+    Args:
+        module: The sharded module.
+        units: Paths of its units.
+    """
+    inside = {path: owner_of(path, units) for path, _ in module.named_modules() if path not in units}
+    for path, owner in inside.items():
+        if owner is not None and owner != _ROOT:
+            part = module.get_submodule(path)
+            for method in _forwards(part):
+                _torch.fsdp.gather_around(part, method, module.get_submodule(owner), unless=_is_in_hook)
+
+
+def gather_while_running(holder: object, method: str, module: nn.Module) -> None:
+    """Gather the parameters of the unit that `module` is, if it is one, while ``holder.method`` runs.
+
+    Args:
+        holder: The object whose method is replaced.
+        method: The method's name.
+        module: The sharded module.
+    """
+    if isinstance(module, FSDPModule):
+        _torch.fsdp.gather_around(holder, method, module, takes_batch=True)
+
+
+def gather_in_method(module: nn.Module, units: Sequence[str], method: str) -> None:
+    """Gather the parameters of the unit around a method of a submodule while that method runs.
+
+    Args:
+        module: The sharded module.
+        units: Paths of its units.
+        method: Path of the submodule and name of the method, such as ``"path.to.module.method"``.
+    """
+    path, _, name = method.rpartition(".")
+    owner = owner_of(f"{path}." if path else "x", units)
+    if owner is not None:
+        _torch.fsdp.gather_around(module.get_submodule(path), name, module.get_submodule(owner))
+
+
+def _is_in_hook() -> bool:
+    """Whether a hook calls, and no step: it may do so on some ranks only, and the others would be waited for."""
+    return asking(__name__, _torch.fsdp.__name__) != ""
+
+
+def _forwards(part: nn.Module) -> Iterator[str]:
+    """Names of methods of a part that compute with its parameters for sure: they need all ranks."""
+    has_parameters = next(part.parameters(), None) is not None
+    if has_parameters and not isinstance(part, torch.jit.ScriptModule | nn.ModuleList | nn.ModuleDict):
+        yield _torch.modules.called_method(part)
+        yield from (name for name in _own_methods(part) if name.startswith("forward_"))
+
+
+def _own_methods(unit: nn.Module) -> list[str]:
+    """Names of methods besides `forward` from the user's own classes: user code may call them from outside the unit."""
+    classes = [cls for cls in type(unit).__mro__ if cls.__module__.partition(".")[0] not in (*_LIBRARIES, "builtins")]
+    return sorted(
+        {
+            name
+            for cls in classes
+            for name, value in vars(cls).items()
+            if callable(value)
+            and not isinstance(value, type | staticmethod | classmethod)
+            and not name.startswith("__")
+            and name not in vars(nn.Module)
+        }
+    )

@@ -1,0 +1,103 @@
+"""Parts of a sharded unit that are called from outside of it: gathered around the call, or refused with what helps."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from lightning_parallel.module import layer_stacks
+from tests.data import batches
+from tests.models import called_parts as parts
+from tests.names import num_readers
+from tests.parity import TOLERANCE, Outcome, is_moving, once, train_module, worst
+from tests.rank_pool import RankError
+
+STEPS = 3
+
+
+def trained(make: Any, strategy: str, num_ranks: int, **kwargs: Any) -> Outcome:
+    readers = num_readers(strategy.partition(":")[0], num_ranks)
+    with mock.patch.object(layer_stacks, "LARGE_UNIT_NUMEL", 1200):
+        return train_module(make, batches("byte_gpt", readers, STEPS), strategy, num_ranks, **kwargs)
+
+
+NAMES = ("fsdp_custom", "zero2_custom", "fsdp_offload_custom", "hsdp_custom")
+MADE = [parts.CallsParts, parts.CallsWholeAndParts, parts.CallsAPartOfALayer, parts.CallsAfterBackward]
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [(make, name) for make in MADE for name in NAMES],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_parts_are_gathered_around_calls_from_outside(ranks: Any, make: Any, strategy: str) -> None:
+    size = 4 if strategy == "hsdp_custom" else 2
+    expected = once(trained, make, "auto", 1)
+    assert is_moving(expected)
+    assert len(expected.losses) == STEPS
+    assert worst(ranks(size).run(trained, make, strategy, size)[0], expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "kwargs"),
+    [
+        (parts.CallsAPartOfALayer, "recompute=full", {}),
+        (parts.CallsAPartOfALayer, "check=first_step", {}),
+        (parts.CallsWholeAndParts, "accumulation_sync=last", {"accumulate_grad_batches": 2}),
+        (parts.CallsWholeAndParts, "optimizer_in_backward=true", {"gradient_clip_val": None}),
+        (parts.CallsAfterBackward, "check=first_step", {}),
+        (parts.CompilesAPart, "reshard=always", {}),
+        (parts.CallsAPartOfALayer, "compile=layers", {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_parts_are_gathered_with_policies(ranks: Any, make: Any, options: str, kwargs: Any) -> None:
+    expected = once(trained, make, "auto", 1, **kwargs)
+    assert worst(ranks(2).run(trained, make, f"fsdp_custom:{options}", 2, **kwargs)[0], expected) <= TOLERANCE
+
+
+# Refused, with the value that helps ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "words", "option"),
+    [
+        (
+            parts.CallsAMethod,
+            "fsdp_custom",
+            r"model\.decoder\.features was called at .*called_parts\.py:\d+, from outside of model,",
+            "forward_methods=['model.decoder.features']",
+        ),
+        (
+            parts.ReadsAWeight,
+            "fsdp_custom",
+            r"code at .*called_parts\.py:\d+ reads the parameters of a layer",
+            "layers=[]",
+        ),
+        (
+            parts.SamplesFromAPart,
+            "fsdp_custom",
+            r"model\.decoder\.forward was called at .*called_parts\.py:\d+, in a hook",
+            "forward_methods=['model.decoder.forward']",
+        ),
+        (
+            parts.Scores,
+            "fsdp_custom",
+            r"score was called at .*called_parts\.py:\d+, in a hook",
+            "forward_methods=['score'] and layers=[]",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_message_names_the_value_that_helps(ranks: Any, make: Any, strategy: str, words: str, option: str) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(trained, make, strategy, 2, deadline=30)
+    assert re.search(words, str(caught.value))
+    assert option in str(caught.value)
+    values = re.findall(r"(?:forward_methods|layers)=\[[^\]]*\]", option)
+    expected = once(trained, make, "auto", 1)
+    given = f"{strategy}:{','.join(values).replace(chr(39), '')}"
+    assert worst(ranks(2).run(trained, make, given, 2)[0], expected) <= TOLERANCE
