@@ -7,6 +7,7 @@ package may import a name of torch that begins with an underscore (a test enforc
 from lightning_parallel._torch import (
     attention,
     autograd,
+    ddp,
     fsdp,
     groups,
     host_reads,
@@ -23,6 +24,7 @@ from lightning_parallel._torch import (
 __all__ = [
     "attention",
     "autograd",
+    "ddp",
     "fsdp",
     "groups",
     "host_reads",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -23,14 +24,12 @@ from lightning_parallel.strategies.optimizers import adopt_optimizers
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
 from lightning_parallel.strategies.refusals import layer_policy_violations, sharded_elsewhere_violations
 from lightning_parallel.techniques.accumulation import accumulation_violations
-from lightning_parallel.techniques.compression import comm_hook_violations, register_comm_hook
+from lightning_parallel.techniques.compression import comm_hook_violations, races_with_search, register_comm_hook
 from lightning_parallel.techniques.offload import replicated_offload_violations
 from lightning_parallel.techniques.replicate import synchronize_module
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-_UNUSED = "Expected to have finished reduction in the prior iteration"
 
 
 class DDPStrategy(ProcessGroupStrategy):
@@ -43,8 +42,9 @@ class DDPStrategy(ProcessGroupStrategy):
         static_graph: Whether each step uses the same parameters in the same way, which lets DDP plan ahead.
         bucket_cap_mb: MiB of gradients in one collective; torch's default of 25 if not given.
         gradient_as_bucket_view: Whether gradients live in the buckets, which saves a copy and its memory.
-        find_unused_parameters: Whether a step may leave parameters unused; ``"auto"`` is yes under manual optimization,
-            where a step uses those of one optimizer at a time, and no otherwise, because the search takes time.
+        find_unused_parameters: Whether DDP looks in each step for parameters that it leaves unused, which takes time.
+            ``"auto"`` looks once, at the gradients of the first step, and goes on where some rank has left any out;
+            under manual optimization, where a step uses those of one optimizer at a time, it always looks.
         layers: Path or paths of the layer stacks, where the search should not decide.
         recompute: Activations that backward computes again: ``"full"``, ``"every:2"``, ``"selective"`` or
             ``"budget:0.5"`` (see :class:`MeshStrategy`).
@@ -106,11 +106,15 @@ class DDPStrategy(ProcessGroupStrategy):
     def set_up_violations(self) -> list[str]:
         return [
             *super().set_up_violations(),
-            *comm_hook_violations(self._comm_hook, self._powersgd_rank, self.chosen_backend()),
+            *self._comm_hook_violations(),
             *replicated_offload_violations(self._policies.offload),
             *accumulation_violations(self._policies.accumulation_sync),
             *layer_policy_violations(self._policies.layer, self.root_device),
         ]
+
+    def _comm_hook_violations(self) -> list[str]:
+        finds = self._find_unused_parameters is True
+        return comm_hook_violations(self._comm_hook, self._powersgd_rank, self.chosen_backend(), finds_unused=finds)
 
     @override
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
@@ -128,7 +132,14 @@ class DDPStrategy(ProcessGroupStrategy):
         self.model_to_device()
         self._layers_before = transform_layers(module, plan.structure, plan.policies.layer)
         if is_fitting:
-            self._steps = DDPSteps(plan.policies, module, wrap=self._wrap, set_model=self._set_model)
+            self._steps = DDPSteps(
+                plan.policies,
+                module,
+                wrap=self._wrap,
+                set_model=self._set_model,
+                find_unused=self._finds_unused(module),
+                tell=rank_zero_info,
+            )
             self.setup_optimizers(trainer)
         else:
             synchronize_module(module, self.root_device)
@@ -141,14 +152,23 @@ class DDPStrategy(ProcessGroupStrategy):
     def _set_model(self, model: nn.Module) -> None:
         self.model = model
 
-    def _wrap(self, module: LightningModule) -> DistributedDataParallel:
-        find = self._find_unused_parameters
+    def _finds_unused(self, module: LightningModule) -> bool | None:
+        """Whether DDP looks for unused parameters in each step; ``None`` where the first one is to decide."""
+        if self._find_unused_parameters != "auto":
+            return self._find_unused_parameters
+        if not module.automatic_optimization:
+            return True
+        # A static graph sees by itself what its first step leaves.
+        is_off = self._ddp_options["static_graph"] or races_with_search(self._comm_hook, self.chosen_backend())
+        return False if is_off else None
+
+    def _wrap(self, module: LightningModule, find_unused: bool) -> DistributedDataParallel:
         wrapped = DistributedDataParallel(
             module,
             # Lightning moves batches. With a device, DDP would move again what a user has left on the host, and raise
             # for a `defaultdict`.
             device_ids=None,
-            find_unused_parameters=not module.automatic_optimization if find == "auto" else find,
+            find_unused_parameters=find_unused,
             **self._ddp_options,  # type: ignore[arg-type]
         )
         register_comm_hook(wrapped, self._comm_hook, powersgd_rank=self._powersgd_rank)
@@ -158,15 +178,6 @@ class DDPStrategy(ProcessGroupStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         adopt_optimizers(self.optimizers, self.module)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if _UNUSED in str(exception):
-            exception.add_note(
-                "A step left parameters unused. Let DDP look for them: "
-                "--strategy=ddp_custom:find_unused_parameters=true or DDPStrategy(find_unused_parameters=True)."
-            )
 
     @override
     def teardown(self) -> None:

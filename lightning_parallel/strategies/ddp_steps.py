@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import prepare_for_backward
@@ -12,13 +12,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_parallel import _torch
+from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.policies import Policies
 from lightning_parallel.steps import StepHooks
 from lightning_parallel.techniques.accumulation import AccumulationWindow
 from lightning_parallel.techniques.replicate import reduce_gradients
+from lightning_parallel.techniques.unused_replicas import UnusedLook
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
+
+_MOST = 8
+"""Names of parameters in a message."""
 
 
 class DDPSteps(StepHooks):
@@ -27,8 +33,10 @@ class DDPSteps(StepHooks):
     Args:
         policies: The rules.
         module: The user's module.
-        wrap: Wraps it. A collective.
+        wrap: Wraps it; told whether to look for unused parameters in each step. A collective.
         set_model: Takes what Lightning is to call: the wrapped module, or the module itself.
+        find_unused: Whether to look; ``None`` if the first step is to decide.
+        tell: Called with a sentence for the user.
     """
 
     def __init__(
@@ -36,19 +44,23 @@ class DDPSteps(StepHooks):
         policies: Policies,
         module: LightningModule,
         *,
-        wrap: Callable[[LightningModule], DistributedDataParallel],
+        wrap: Callable[[LightningModule, bool], DistributedDataParallel],
         set_model: Callable[[nn.Module], None],
+        find_unused: bool | None,
+        tell: Callable[[str], None],
     ) -> None:
         super().__init__(policies)
-        self._module, self._wrap, self._set_model = module, wrap, set_model
+        self._module, self._wrap, self._set_model, self._tell = module, wrap, set_model, tell
+        self._finds, self._is_auto = bool(find_unused), find_unused is None
         self._window = AccumulationWindow()
         self._has_own_forward = "forward" in vars(module)
         self._wrap_again()
 
     def _wrap_again(self) -> None:
         self._set_model(self._module)
-        self._wrapped = self._wrap(self._module)
+        self._wrapped = self._wrap(self._module, self._finds)
         self._reduced = _trainable(self._module)
+        self._looks = self._is_auto and not self._finds
         self._set_model(self._wrapped)
 
     def unwrap(self) -> None:
@@ -60,12 +72,13 @@ class DDPSteps(StepHooks):
 
     @override
     def begin(self) -> None:
-        trainable = _trainable(self._module)
+        trainable = set(_trainable(self._module).values())
         # Under manual optimization, a step freezes the parameters of the other optimizers for a while: those that are
         # trainable may be fewer than DDP reduces, but no others.
         is_automatic = self._module.automatic_optimization
-        is_other = trainable != self._reduced if is_automatic else not trainable <= self._reduced
-        if is_other and self._module.training:
+        reduced = set(self._reduced.values())
+        is_other = trainable != reduced if is_automatic else not trainable <= reduced
+        if (is_other or self._finds != self._wrapped.find_unused_parameters) and self._module.training:
             # DDP reduces the parameters that were trainable when it was made, and waits for all of them. The new one
             # would not reduce gradients held for parameters that are frozen now, so they are reduced before.
             self.before_update()
@@ -86,6 +99,57 @@ class DDPSteps(StepHooks):
         # DDP prepares its reducer at the end of forward, which under manual optimization comes after backward.
         if not self._module.automatic_optimization:
             prepare_for_backward(self._wrapped, loss)
+        elif self._reduced and not self._window.is_held:
+            self._watch_backward()
+
+    def _watch_backward(self) -> None:
+        """Look at what the coming backward leaves out, the first time, and refuse it later. A collective at its end.
+
+        That is before the hook `on_after_backward`, in which ranks may meet.
+        """
+        module, look = self._module, UnusedLook(self._reduced) if self._looks else None
+        own, backward = vars(module).get("backward"), module.backward
+
+        def watched(*args: Any, **kwargs: Any) -> None:
+            try:
+                backward(*args, **kwargs)
+            finally:
+                self._forget_backward(own)
+                if look is not None:
+                    look.close()
+            if look is None:
+                self._check_reduced()
+            else:
+                assert dist.group.WORLD is not None
+                self._decide(look.complete(dist.group.WORLD))
+
+        vars(module)["backward"] = watched  # for this once: a module that has it could be neither copied nor pickled
+
+    def _forget_backward(self, own: Any) -> None:
+        del vars(self._module)["backward"]
+        if own is not None:
+            vars(self._module)["backward"] = own
+
+    def _decide(self, unused: Sequence[str]) -> None:
+        self._looks, self._finds = False, bool(unused)
+        if unused:
+            self._tell(
+                f"find_unused_parameters='auto': the first step leaves {_some(unused)} without a gradient, on some "
+                "rank or on all. DDP looks for such parameters in each step from now on, which takes time; it need not "
+                "if those that no step uses are frozen (requires_grad_(False))"
+            )
+
+    def _check_reduced(self) -> None:
+        """Refuse a backward that leaves DDP waiting, before anything is updated.
+
+        Raises:
+            ConfigurationError: With the names of the parameters.
+        """
+        indices = _torch.ddp.unreduced_indices(self._wrapped)
+        if indices is not None:
+            names = list(self._reduced)
+            has_looked = " The first step has used all, so 'auto' does not look." if self._is_auto else ""
+            raise ConfigurationError([_LEFT_OUT.format(_some([names[index] for index in indices])) + has_looked])
 
     @override
     def after_backward(self) -> None:
@@ -99,5 +163,18 @@ class DDPSteps(StepHooks):
             reduce_gradients(list(self._module.parameters()), dist.group.WORLD)
 
 
-def _trainable(module: nn.Module) -> set[nn.Parameter]:
-    return {parameter for parameter in module.parameters() if parameter.requires_grad}
+def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """In the order of DDP, which numbers them."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return f"{len(names)} trainable parameters ({', '.join(names[:_MOST])}{more})"
+
+
+_LEFT_OUT = (
+    "this step leaves {} without a gradient on this rank, and DDP waits for each of them. Give "
+    "find_unused_parameters=true, with which it looks for such parameters in each step, or freeze those that no step "
+    "uses (requires_grad_(False))."
+)

@@ -12,19 +12,40 @@ HOOKS = ("none", "fp16", "bf16", "powersgd")
 _DEFAULT_POWERSGD_RANK = 4
 
 
-def comm_hook_violations(hook: str, powersgd_rank: int | None, backend: str) -> list[str]:
+def races_with_search(hook: str, backend: str) -> bool:
+    """Whether ranks may wait for ever where DDP looks for unused parameters in each step.
+
+    PowerSGD starts a second collective when its first has ended, in a thread of gloo, at no fixed place among that in
+    which DDP says which parameters were used. Over NCCL, collectives are put in order when the first one is started.
+
+    Args:
+        hook: The name of a hook, of `HOOKS`.
+        backend: The backend of the process group.
+    """
+    return hook == "powersgd" and "nccl" not in backend
+
+
+def comm_hook_violations(
+    hook: str, powersgd_rank: int | None, backend: str, *, finds_unused: bool = False
+) -> list[str]:
     """Reasons why `hook` cannot be used on `backend`; empty if it can.
 
     Args:
         hook: The name of a hook, of `HOOKS`.
         powersgd_rank: The rank of PowerSGD's factors, if it was given.
         backend: The backend of the process group.
+        finds_unused: Whether DDP looks for unused parameters in each step.
     """
     found = []
     if hook not in HOOKS:
         found.append(f"comm_hook={hook!r} is unknown; possible: {', '.join(HOOKS)}")
     if hook == "bf16" and "nccl" not in backend:
         found.append(f"comm_hook='bf16' needs NCCL, but the backend is {backend}; give comm_hook='fp16' or 'none'")
+    if finds_unused and races_with_search(hook, backend):
+        found.append(
+            f"comm_hook={hook!r} and find_unused_parameters=True: over {backend}, ranks may send in different orders "
+            "and wait for ever; give comm_hook='fp16', or freeze the parameters that no step uses"
+        )
     if powersgd_rank is not None and hook != "powersgd":
         found.append(
             f"powersgd_rank={powersgd_rank} belongs to comm_hook='powersgd', but comm_hook is {hook!r}; leave it out"

@@ -31,6 +31,7 @@ from tests.parity import make_trainer
         ("fsdp_custom:offload=some", 2, {}, ["offload='some'", "none, optimizer, all"]),
         ("ddp_custom:comm_hook=bf16", 2, {}, ["needs NCCL", "gloo", "fp16"]),
         ("ddp_custom:comm_hook=zip", 2, {}, ["'zip' is unknown", "powersgd"]),
+        ("ddp_custom:comm_hook=powersgd,find_unused_parameters=true", 2, {}, ["wait for ever", "comm_hook='fp16'"]),
         ("ddp_custom:powersgd_rank=2", 2, {}, ["belongs to comm_hook='powersgd'"]),
         ("fsdp_custom:schedule=gpipe,virtual_stages=2", 2, {}, ["'gpipe' is for pipeline > 1", "virtual_stages=2"]),
         ("fsdp_custom:stages=[1,2],microbatches=4", 2, {}, ["stages=[1, 2] is for pipeline > 1", "microbatches=4"]),
