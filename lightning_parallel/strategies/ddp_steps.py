@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +55,13 @@ class DDPSteps(StepHooks):
         self._finds, self._is_auto = bool(find_unused), find_unused is None
         self._window = AccumulationWindow()
         self._has_own_forward = "forward" in vars(module)
+        self._own_backward = vars(module).get("backward")
         self._wrap_again()
 
     def _wrap_again(self) -> None:
         self._set_model(self._module)
         self._wrapped = self._wrap(self._module, self._finds)
+        self._named = {name: p for name, p in self._module.named_parameters() if p.requires_grad}  # DDP's order
         self._reduced = _trainable(self._module)
         self._looks = self._is_auto and not self._finds
         self._set_model(self._wrapped)
@@ -69,15 +72,15 @@ class DDPSteps(StepHooks):
         # Lightning's redirection of forward leaves a bound method on the module, which copies of it would share.
         if not self._has_own_forward:
             vars(self._module).pop("forward", None)
+        self._watch_no_more()
 
     @override
     def begin(self) -> None:
-        trainable = set(_trainable(self._module).values())
+        trainable = _trainable(self._module)
         # Under manual optimization, a step freezes the parameters of the other optimizers for a while: those that are
         # trainable may be fewer than DDP reduces, but no others.
         is_automatic = self._module.automatic_optimization
-        reduced = set(self._reduced.values())
-        is_other = trainable != reduced if is_automatic else not trainable <= reduced
+        is_other = trainable != self._reduced if is_automatic else not trainable <= self._reduced
         if (is_other or self._finds != self._wrapped.find_unused_parameters) and self._module.training:
             # DDP reduces the parameters that were trainable when it was made, and waits for all of them. The new one
             # would not reduce gradients held for parameters that are frozen now, so they are reduced before.
@@ -99,36 +102,29 @@ class DDPSteps(StepHooks):
         # DDP prepares its reducer at the end of forward, which under manual optimization comes after backward.
         if not self._module.automatic_optimization:
             prepare_for_backward(self._wrapped, loss)
-        elif self._reduced and not self._window.is_held:
-            self._watch_backward()
+        elif self._reduced and not self._finds and not self._window.is_held:
+            # For this once: a module that had it all the time could be neither copied nor pickled.
+            vars(self._module)["backward"] = functools.partial(self._backward, self._module.backward)
 
-    def _watch_backward(self) -> None:
-        """Look at what the coming backward leaves out, the first time, and refuse it later. A collective at its end.
+    def _backward(self, backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """A backward after which it is looked at what it leaves out, or refused. A collective.
 
         That is before the hook `on_after_backward`, in which ranks may meet.
         """
-        module, look = self._module, UnusedLook(self._reduced) if self._looks else None
-        own, backward = vars(module).get("backward"), module.backward
+        self._watch_no_more()
+        if not self._looks:
+            backward(*args, **kwargs)
+            self._check_reduced()
+            return
+        assert dist.group.WORLD is not None
+        with UnusedLook(self._named) as look:
+            backward(*args, **kwargs)
+        self._decide(look.complete(dist.group.WORLD))
 
-        def watched(*args: Any, **kwargs: Any) -> None:
-            try:
-                backward(*args, **kwargs)
-            finally:
-                self._forget_backward(own)
-                if look is not None:
-                    look.close()
-            if look is None:
-                self._check_reduced()
-            else:
-                assert dist.group.WORLD is not None
-                self._decide(look.complete(dist.group.WORLD))
-
-        vars(module)["backward"] = watched  # for this once: a module that has it could be neither copied nor pickled
-
-    def _forget_backward(self, own: Any) -> None:
-        del vars(self._module)["backward"]
-        if own is not None:
-            vars(self._module)["backward"] = own
+    def _watch_no_more(self) -> None:
+        vars(self._module).pop("backward", None)
+        if self._own_backward is not None:
+            vars(self._module)["backward"] = self._own_backward
 
     def _decide(self, unused: Sequence[str]) -> None:
         self._looks, self._finds = False, bool(unused)
@@ -147,7 +143,7 @@ class DDPSteps(StepHooks):
         """
         indices = _torch.ddp.unreduced_indices(self._wrapped)
         if indices is not None:
-            names = list(self._reduced)
+            names = list(self._named)
             has_looked = " The first step has used all, so 'auto' does not look." if self._is_auto else ""
             raise ConfigurationError([_LEFT_OUT.format(_some([names[index] for index in indices])) + has_looked])
 
@@ -163,9 +159,8 @@ class DDPSteps(StepHooks):
             reduce_gradients(list(self._module.parameters()), dist.group.WORLD)
 
 
-def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """In the order of DDP, which numbers them."""
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+def _trainable(module: nn.Module) -> set[nn.Parameter]:
+    return {parameter for parameter in module.parameters() if parameter.requires_grad}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 
 class UnusedLook:
-    """Notes which parameters a backward gives a gradient, until `complete`.
+    """Inside of this context, notes which parameters a backward gives a gradient; `complete` follows it.
 
     Args:
         parameters: Name -> parameter that DDP reduces; the same on all ranks.
@@ -25,18 +26,18 @@ class UnusedLook:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
         self._used: set[nn.Parameter] = set()
-        self._handles = [p.register_post_accumulate_grad_hook(self._note) for p in parameters.values()]
+        self._handles: list[RemovableHandle] = []
 
-    def _note(self, parameter: nn.Parameter) -> None:
-        self._used.add(parameter)
+    def __enter__(self) -> UnusedLook:
+        self._handles = [p.register_post_accumulate_grad_hook(self._used.add) for p in self._parameters.values()]
+        return self
 
-    def close(self) -> None:
-        """Take the hooks off."""
+    def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
 
     def complete(self, group: ProcessGroup) -> list[str]:
-        """Let DDP reduce what the backward has left out; call it right after that backward. A collective.
+        """Let DDP reduce what the backward has left out; call it right behind the context. A collective.
 
         A parameter that no rank has used has no gradient afterwards, as in one process.
 

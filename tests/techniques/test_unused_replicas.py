@@ -151,3 +151,23 @@ def test_static_graph_sees_what_the_first_step_leaves(ranks: Any) -> None:
     ours, looks, _ = ranks(2).run(fitted, make, "ddp_custom:static_graph=true", 2)[0]
     assert looks == [False] * 4
     assert worst(ours, expected) <= TOLERANCE
+
+
+class Thawed(Heads):
+    """Trains one more head from the third step on, and another one that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__("all")
+        self.uses = (((0, 1), (0, 1)),)
+        self.heads[1:].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.heads[1:3].requires_grad_(True)
+
+
+def test_it_looks_again_where_other_parameters_train(ranks: Any) -> None:
+    expected, _, _ = once(fitted, Thawed, "auto", 1)
+    ours, looks, _ = ranks(2).run(fitted, Thawed, "ddp_custom", 2)[0]
+    assert looks == [False, False, False, True]
+    assert worst(ours, expected) <= TOLERANCE
