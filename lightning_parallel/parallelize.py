@@ -39,6 +39,7 @@ from lightning_parallel.techniques.sharding import (
     reshard_units,
     unreduced_parameters,
 )
+from lightning_parallel.techniques.tensor.between import watch_between
 from lightning_parallel.techniques.tensor.layers import apply_tensor
 from lightning_parallel.techniques.tensor.vocabulary import apply_vocabulary, keep_split
 
@@ -151,7 +152,8 @@ def parallelize(
         groups = {"group": mesh.pipeline_group, "host_group": mesh.pipeline_host_group}
         cut = cut_stack(module, plan.structure, plan.pipeline, **groups)
     structure = plan.structure if cut is None else cut.local(plan.structure)
-    stacks = [[(path, module.get_submodule(path)) for path in stack.layers] for stack in structure.stacks]
+    chains = [chain for stack in structure.stacks for chain in stack.chains]
+    stacks = [[(path, module.get_submodule(path)) for path in chain] for chain in chains]
     with Snapshot(module) as tensor:
         # While every rank still has every parameter: a broadcast over all ranks has to name the same tensors on each.
         synchronize_module(module, device)
@@ -189,6 +191,8 @@ def _split(
     assert plan.tensor is not None
     tables, policies = plan.tensor.tables, plan.policies
     lengths = apply_tensor(stacks, plan.tensor, mesh.tensor, peers=mesh.stage_host_group, sequence=policies.sequence)
+    if policies.sequence:
+        watch_between(module, stacks, lengths)
     if tables:
         apply_vocabulary({path: module.get_submodule(path) for path in tables}, mesh.tensor)
         keep_split(module, ("forward", *policies.step_methods), mesh.tensor)
@@ -237,7 +241,7 @@ def transform_layers(
     Returns:
         A snapshot of the module before; its `restore` undoes the changes.
     """
-    layers = [module.get_submodule(path) for path in structure.layers]
+    layers = [module.get_submodule(path) for path in dict.fromkeys(structure.layers)]
     recompute = parse_recompute(policies.recompute)
     assert recompute is not None
     with Snapshot(module) as snapshot:

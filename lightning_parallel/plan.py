@@ -179,8 +179,7 @@ def _after_cutting(module: nn.Module, plan: Plan) -> list[str]:
     """Reasons that concern the layers, once it is known how they are split and cut."""
     paths, policies = plan.structure.layers, plan.policies
     layers = [module.get_submodule(path) for path in paths]
-    splits_sequences = plan.degrees.context != 1 or (plan.degrees.tensor != 1 and policies.sequence)
-    found = [_REPEATED] if splits_sequences and len(layers) != len(set(layers)) else []
+    found = []
     if layers:
         found += unfitting_violations(layers, policies.layer.float8)
         found += statistics_violations(layers, policies.layer.recompute, compiles=policies.layer.compile == "layers")
@@ -228,9 +227,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-_REPEATED = (
-    "a layer stands at several places of a stack, so it is not known where sequences are split and joined again; give "
-    "context=1 and sequence=False"
-)

@@ -60,7 +60,7 @@ def counts_of_a_fit(strategy: str, num_ranks: int, **settings: Any) -> dict[str,
     L.seed_everything(1, verbose=False)
     with (
         mock.patch.object(planned_strategy, "build_plan", counted("plans", planned_strategy.build_plan)),
-        mock.patch.object(layer_stacks, "_search", counted("searches", layer_stacks._search)),
+        mock.patch.object(layer_stacks, "search", counted("searches", layer_stacks.search)),
     ):
         trainer = make_trainer(build_strategy(strategy), num_ranks, **settings)
         trainer.fit(CASES["byte_gpt"](), loader_of("byte_gpt", steps=2, global_batch=4, num_ranks=1))
@@ -82,13 +82,13 @@ def test_a_precision_that_converts_the_module_makes_no_second_plan(ranks: Any) -
 
 def searches_of_one_plan() -> int:
     counts: Counter[str] = Counter()
-    search = layer_stacks._search
+    search = layer_stacks.search
 
     def counted(*args: Any) -> Any:
         counts["searches"] += 1
         return search(*args)
 
-    with mock.patch.object(layer_stacks, "_search", counted):
+    with mock.patch.object(layer_stacks, "search", counted):
         plan_of(CASES["byte_gpt"](), shard=2)
     return counts["searches"]
 

@@ -26,6 +26,7 @@ class Lengths:
         dim: The dimension of hidden states that is the sequence; 1 for `[batch, length, width]`.
         taken: Lengths of whole tensors, such as learned keys, that must not be mistaken for parts.
         entered: The layer by which a sequence has entered its stack; empty once it has left by the last layer.
+        remedy: What to give where that is impossible.
     """
 
     num_ranks: int
@@ -34,6 +35,7 @@ class Lengths:
     dim: int = 1
     taken: set[int] = field(default_factory=set)
     entered: str = ""
+    remedy: str = "context=1"
 
     def add(self, length: int) -> int:
         """Register a sequence of `length` positions, and return its local length.
@@ -64,8 +66,8 @@ class Lengths:
             raise ConfigurationError(
                 [
                     f"a step went into the stack by {self.entered} and left it before the last layer, with a part of a "
-                    "sequence; context parallel joins the result of the last layer only. Let every step go through all "
-                    "layers, or give context=1"
+                    "sequence, or called a layer again before the last one; only the result of the last layer is "
+                    f"joined. Let every step go through all layers from first to last, or give {self.remedy}"
                 ]
             )
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from torch import nn
 
 from lightning_parallel.errors import check
+from lightning_parallel.module.layer_search import CONTAINERS, LayerRun, children_of, named_run, search, split_slice
 
-CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 LARGE_UNIT_NUMEL = 2**24
 """Outside a stack, a submodule of at least this many parameters is a unit of its own: 64 MiB in fp32, from where on the
 time of a collective depends on its bytes and no longer on its latency."""
@@ -24,19 +24,27 @@ time of a collective depends on its bytes and no longer on its latency."""
 
 @dataclass(frozen=True)
 class Stack:
-    """A container whose children are repeated layers.
+    """Repeated layers in a container: all its children, a slice of them, or the modules in a list of lists.
 
     Args:
-        path: The container's path in the module, such as ``"model.layers"``.
-        layers: The layers' paths, in order.
+        path: The container's path in the module, such as ``"model.layers"``, or with a slice, such as ``"net.1:-1"``:
+            what `find_layers` takes to name this stack.
+        layers: The layers' paths, in order; that of a layer that stands at several places comes several times.
         layer_type: The layers' class name, or several joined by ``|``.
         numel: The number of elements of all their parameters, each counted once.
+        is_chain: Whether each layer takes what the one before it has returned, as far as the structure shows.
     """
 
     path: str
     layers: tuple[str, ...]
     layer_type: str
     numel: int
+    is_chain: bool = True
+
+    @property
+    def chains(self) -> tuple[tuple[str, ...], ...]:
+        """Layers between which nothing but hidden states passes; where that is not known, each layer is one."""
+        return (self.layers,) if self.is_chain else tuple((layer,) for layer in dict.fromkeys(self.layers))
 
 
 @dataclass(frozen=True)
@@ -69,14 +77,16 @@ class ModuleStructure:
     @property
     def units(self) -> tuple[str, ...]:
         """Layers and large submodules that share no parameter with the rest, so that each can be sharded by itself."""
-        return tuple(path for path in (*self.layers, *self.large) if path not in self.shared)
+        return tuple(path for path in dict.fromkeys((*self.layers, *self.large)) if path not in self.shared)
 
     def explain(self) -> str:
         """Describe for users what was found."""
         lines = [f"{self.numel:,} parameters"]
         for stack in self.stacks:
-            each = stack.numel // len(stack.layers)
-            lines.append(f"stack {stack.path}: {len(stack.layers)} x {stack.layer_type}, {each:,} parameters each")
+            number, distinct = len(stack.layers), len(set(stack.layers))
+            repeated = "" if number == distinct else f" (of {distinct} that are called again)"
+            each = f"{stack.numel // distinct:,} parameters {'on average' if '|' in stack.layer_type else 'each'}"
+            lines.append(f"stack {stack.path}: {number} x {stack.layer_type}{repeated}, {each}")
         if not self.stacks:
             lines.append(
                 "no stack of repeated layers; name one with layers='path.to.the.list' if there is one "
@@ -93,33 +103,35 @@ class ModuleStructure:
 def find_layers(module: nn.Module, layers: str | Sequence[str] | None = None) -> ModuleStructure:
     """Describe the layer stacks of `module`, which is not changed.
 
-    A stack is the outermost container (`ModuleList`, `Sequential`, `ModuleDict`) of at least two children of one class
-    that have children and parameters themselves.
+    A stack is in the outermost container (`ModuleList`, `Sequential`, `ModuleDict`) of at least two layers, which are
+    children that have children and parameters themselves: all its children, if they are of one class; a run of them, if
+    they are of one class, or of several that take turns and have a base or their arguments in common; in a list of
+    lists, the layers of all. Without any, it is a list of one layer.
 
     Args:
         module: Any module.
-        layers: The path or paths of the stacks in place of a search; ``[]`` for none, and for no large submodules.
+        layers: The path or paths of the stacks in place of a search, each of a container, or of a slice of its
+            children (``"net.1:-1"``); ``[]`` for none, and for no large submodules.
 
     Returns:
         Paths of the stacks and of what is around them.
 
     Raises:
-        ConfigurationError: For a path in `layers` that does not exist or is not a container of modules.
+        ConfigurationError: For a path in `layers` that does not exist, is not a container of modules, or has no layer.
 
     Example:
         >>> print(find_layers(nn.Transformer()).explain())
     """
     check(layers_violations(module, layers))
     first_paths = dict[nn.Module, str]((child, path) for path, child in module.named_modules())
-    given = [layers] if isinstance(layers, str) else list(layers or ())
-    paths = [first_paths[module.get_submodule(path)] for path in given]  # the user may know it by another name
-    stacks = tuple(_describe(module, path) for path in (_search(module) if layers is None else paths))
-    stacks = tuple(stack for stack in stacks if _is_named_first(module, stack, first_paths))
-    inside = [layer for stack in stacks for layer in stack.layers]
+    named = [layers] if isinstance(layers, str) else list(layers or ())
+    runs = search(module) if layers is None else [named_run(module, path) for path in named]
+    stacks = _stacks(module, runs, first_paths)
+    inside = list(dict.fromkeys(layer for stack in stacks for layer in stack.layers))
     outside = [path for path in _parametrised_leaves(module) if not _is_below(path, inside)]
-    order = {path: index for index, (path, _) in enumerate(module.named_modules(remove_duplicate=False))}
-    first = min((order[stack.path] for stack in stacks), default=len(order))
-    last = max((order[stack.path] for stack in stacks), default=len(order))
+    order = {path: index for index, (path, _) in enumerate(module.named_modules())}
+    first = min((order[layer] for layer in inside), default=len(order))
+    last = max((order[layer] for layer in inside), default=len(order))
     of_size = [] if layers == [] else _large(module, "")  # the user wants all parameters in one unit
     by_first_name = [path for path in of_size if first_paths[module.get_submodule(path)] == path]
     large = tuple(path for path in by_first_name if not _is_below(path, inside))
@@ -144,33 +156,23 @@ def layers_violations(module: nn.Module, layers: str | Sequence[str] | None) -> 
     found = []
     modules = dict(module.named_modules(remove_duplicate=False))
     containers = [path for path, child in modules.items() if isinstance(child, CONTAINERS)]
-    for path in [layers] if isinstance(layers, str) else list(layers or ()):
+    for given in [layers] if isinstance(layers, str) else list(layers or ()):
+        path, part = split_slice(given)
         if path not in modules:
             near = difflib.get_close_matches(path, containers, n=3, cutoff=0.3) or containers[:8]
             found.append(
-                f"layers={path!r} does not exist in {type(module).__name__}; its containers of modules: "
+                f"layers={given!r} does not exist in {type(module).__name__}; its containers of modules: "
                 f"{', '.join(near) or 'none'}"
             )
-        elif not isinstance(modules[path], CONTAINERS) or not len(list(modules[path].children())):
+        elif not isinstance(modules[path], CONTAINERS) or not children_of(modules[path]):
             found.append(
-                f"layers={path!r} is a {type(modules[path]).__name__}, not a ModuleList, Sequential or ModuleDict "
+                f"layers={given!r} is a {type(modules[path]).__name__}, not a ModuleList, Sequential or ModuleDict "
                 f"with layers in it; its containers of modules: {', '.join(containers[:8]) or 'none'}"
             )
+        elif not named_run(module, given).layers:
+            numbers = "" if part is None else f" in that slice of {len(children_of(modules[path]))} children"
+            found.append(f"layers={given!r} has no module with parameters{numbers}; name another container")
     return found
-
-
-def _search(module: nn.Module, path: str = "") -> Iterator[str]:
-    for name, child in module.named_children():
-        child_path = f"{path}.{name}" if path else name
-        if _is_stack(child):
-            yield child_path
-        else:
-            yield from _search(child, child_path)
-
-
-def _is_named_first(module: nn.Module, stack: Stack, first_paths: Mapping[nn.Module, str]) -> bool:
-    """Whether these are no layers that were found before, as in ``self.backbone = self.net.blocks``."""
-    return any(first_paths[module.get_submodule(layer)] == layer for layer in stack.layers)
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
@@ -205,20 +207,28 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _is_stack(module: nn.Module) -> bool:
-    children = list(module.children())
-    if not isinstance(module, CONTAINERS) or len(module) < 2 or len({type(child) for child in children}) != 1:
-        return False
-    # A list of bare linear maps or embeddings is not a stack: user code often reads their weights without calling them.
-    return all(_has_parameters(child) and any(True for _ in child.children()) for child in children)
+def _stacks(module: nn.Module, runs: Sequence[LayerRun], first_paths: Mapping[nn.Module, str]) -> tuple[Stack, ...]:
+    """Stacks of runs, each layer in one of them: the longest, as in ``self.backbone = nn.Sequential(*blocks[:2])``."""
+    taken: set[nn.Module] = set()
+    found = {}
+    for run in sorted(runs, key=lambda run: -len(set(run.layers))):
+        layers = [child for path in run.layers if (child := module.get_submodule(path)) not in taken]
+        if layers:
+            found[run] = _describe(run, layers, first_paths)
+        taken.update(layers)
+    return tuple(found[run] for run in runs if run in found)
 
 
-def _describe(module: nn.Module, path: str) -> Stack:
-    container = module.get_submodule(path)
-    # `named_children` would leave out a layer that is registered a second time.
-    names = [name for name, child in container._modules.items() if child is not None]
-    types = dict.fromkeys(type(container.get_submodule(name)).__name__ for name in names)
-    return Stack(path, tuple(f"{path}.{name}" for name in names), "|".join(types), _numel(container))
+def _describe(run: LayerRun, layers: Sequence[nn.Module], first_paths: Mapping[nn.Module, str]) -> Stack:
+    types = dict.fromkeys(type(layer).__name__ for layer in layers)
+    parameters = {parameter for layer in layers for parameter in layer.parameters()}
+    return Stack(
+        run.path,
+        tuple(first_paths[layer] for layer in layers),
+        "|".join(types),
+        sum(parameter.numel() for parameter in parameters),
+        is_chain=run.is_chain and len(set(layers)) == len(layers),
+    )
 
 
 def _parametrised_leaves(module: nn.Module) -> list[str]:
@@ -255,10 +265,6 @@ def _shared_with_outside(module: nn.Module, paths: Sequence[str]) -> dict[str, s
 
 def _is_below(path: str, ancestors: Sequence[str]) -> bool:
     return any(path == ancestor or path.startswith(f"{ancestor}.") for ancestor in ancestors)
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def _numel(module: nn.Module) -> int:

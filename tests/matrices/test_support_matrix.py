@@ -81,7 +81,8 @@ def test_the_matrix_lists_what_is_tested() -> None:
     """The docs are made from the committed table; the tests above run exactly what it says."""
     table = json.loads(MATRIX.read_text())
     assert table["names"] == list(PRESETS)
-    assert table["modules"] == [*CASES, *REFUSED_CASES]
+    arranged = ["flat", "hybrid", "list_of_lists", "repeated"]
+    assert table["modules"] == [*CASES, *arranged, *REFUSED_CASES]
     assert all(list(row) == list(PRESETS) for row in table["cells"].values())
     assert all(cell == "runs" or cell.startswith("refused: ") for cell in CELLS.values())
     assert list(table["same_on_the_cpu"]) == ["dp_custom", "fsdp_offload_custom"]
@@ -89,4 +90,5 @@ def test_the_matrix_lists_what_is_tested() -> None:
     cutting = ("cp_custom", "tp_custom", "fsdp_tp_custom", "pp_custom")
     refused = {(case, name) for case in without_stack for name in cutting}
     refused |= {(case, name) for case in REFUSED_CASES for name in PRESETS} | {("encoder_decoder", "pp_custom")}
+    refused |= {("hybrid", "cp_custom"), ("list_of_lists", "cp_custom"), ("list_of_lists", "pp_custom")}
     assert {key for key, cell in CELLS.items() if cell != "runs"} == refused

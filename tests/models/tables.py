@@ -17,6 +17,7 @@ from tests.models.pipelined import (
     ReturnsTuples,
     Transposed,
 )
+from tests.models.stacked import STACKED_MODULES
 
 CONTEXT_MODULES: dict[str, type[Case]] = {
     "llama": Llama,
@@ -63,4 +64,10 @@ PIPELINE_MODULES: dict[str, type[Case]] = {
     "transposed": Transposed,
 }
 
-MODULES: dict[str, type[L.LightningModule]] = {**CASES, **REFUSED_CASES, **TENSOR_MODULES, **PIPELINE_MODULES}
+MODULES: dict[str, type[L.LightningModule]] = {
+    **CASES,
+    **REFUSED_CASES,
+    **TENSOR_MODULES,
+    **PIPELINE_MODULES,
+    **STACKED_MODULES,
+}

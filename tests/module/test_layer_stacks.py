@@ -73,13 +73,6 @@ def test_shared_parameters_are_no_units() -> None:
     assert "blocks.1 is no unit of its own: it shares blocks.0.mlp.0.weight" in structure.explain()
 
 
-def test_repeated_layer() -> None:
-    block = Block()
-    module = nn.Module()
-    module.blocks = nn.ModuleList([block, block])
-    assert find_layers(module).units == ()
-
-
 def test_leaf_lists_are_no_stack() -> None:
     module = nn.Module()
     module.tables = nn.ModuleList(nn.Embedding(4, 4) for _ in range(3))

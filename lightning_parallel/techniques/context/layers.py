@@ -22,6 +22,7 @@ from lightning_parallel.module.collected import Collected, collected_from_now
 from lightning_parallel.module.hidden_states import Lengths, sequence_part_stream, take_hidden, with_hidden_first
 from lightning_parallel.module.kv_cache import is_cache, without_fresh_cache
 from lightning_parallel.module.layer_check import LayerCheck
+from lightning_parallel.module.layer_search import joined_behind_each
 from lightning_parallel.techniques.context.attention import SplitAttention
 from lightning_parallel.techniques.context.collected import join_collected, join_hidden
 from lightning_parallel.techniques.context.comparison import (
@@ -58,6 +59,8 @@ def apply_context(
     split = [_SplitStack(attention, Sequences(group, folds=attention == "ring")) for _ in stacks]
     for stack, layers in zip(split, stacks, strict=True):
         last = len(layers) - 1
+        others = [joined_behind_each([path for path, _ in layers]), "context=1"]
+        stack.sequences.lengths.remedy = ", or ".join(filter(None, others))
         parts = {
             layer: _Part(path, stack, is_first=index == 0, is_last=index == last)
             for index, (path, layer) in enumerate(layers)

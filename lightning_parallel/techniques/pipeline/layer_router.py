@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -282,20 +283,25 @@ def apply_layer_router(
         beside: Side inputs, if they are known from a trace.
     """
     router = LayerRouter(plan, [path for path, _ in layers], beside)
-    indices = {layer: index for index, (_, layer) in enumerate(layers)}
+    places: dict[nn.Module, list[int]] = defaultdict(list)
+    for index, (_, layer) in enumerate(layers):
+        places[layer].append(index)
     # One class for all layers of a class: a compiler makes a graph for each.
-    classes = {cls: _routing(cls, router, indices) for cls in {type(layer) for layer in indices}}
-    for layer in indices:
+    classes = {cls: _routing(cls, router, places) for cls in {type(layer) for layer in places}}
+    for layer in places:
         layer.__class__ = classes[type(layer)]
     return router
 
 
-def _routing(cls: type[Any], router: LayerRouter, indices: Mapping[nn.Module, int]) -> type[nn.Module]:
+def _routing(cls: type[Any], router: LayerRouter, places: Mapping[nn.Module, Sequence[int]]) -> type[nn.Module]:
     # Around `__call__`, not `forward`: hooks of layers on other stages must not run, and the hook that gathers
     # parameters has to see the received tensors, so that backward gathers them again.
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run, forward = functools.partial(cls.__call__, self), functools.partial(cls.forward, self)
-        return router.call(indices[self], self, run, forward, args, kwargs)
+        # A layer that stands at several places is the next one, if one of these is next.
+        following = router.position + 1
+        index = following if following in places[self] else places[self][0]
+        return router.call(index, self, run, forward, args, kwargs)
 
     return _torch.modules.subclass_calling(cls, call)
 

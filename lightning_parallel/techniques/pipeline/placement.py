@@ -58,18 +58,18 @@ def positions_by_registration(module: nn.Module, structure: ModuleStructure) -> 
     last = len(stack.layers) - 1
     found: dict[Tensor, set[int]] = defaultdict(set)
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    order = {path: index for index, (path, _) in enumerate(module.named_modules(remove_duplicate=False))}
+    order = {path: index for index, (path, _) in enumerate(module.named_modules())}
     first = first_names(module)
     for name, tensor in named:
         path = first[name].rpartition(".")[0]
-        layer = next((i for i, at in enumerate(stack.layers) if path == at or path.startswith(f"{at}.")), None)
-        if layer is not None:
-            found[tensor].add(layer)
+        if layers := [i for i, at in enumerate(stack.layers) if path == at or path.startswith(f"{at}.")]:
+            found[tensor].update(layers)
         # A module around the stack may use its own parameters before the stack, after it, or both.
-        elif not path or f"{stack.path}.".startswith(f"{path}."):
+        elif not path or any(at.startswith(f"{path}.") for at in stack.layers):
             found[tensor] |= {BEFORE_THE_STACK, last}
-        else:
-            found[tensor].add(BEFORE_THE_STACK if order[path] < order[stack.path] else last)
+        else:  # what stands between layers, in one container with them, runs where the layer before it has run
+            before = (i for i, at in enumerate(stack.layers) if order[at] < order[path])
+            found[tensor].add(max(before, default=BEFORE_THE_STACK))
     return {name: frozenset(found[tensor]) for name, tensor in named}
 
 

@@ -86,10 +86,16 @@ def cut_violations(module: nn.Module, structure: ModuleStructure, policy: Pipeli
     if len(structure.stacks) == 1:
         stack = structure.stacks[0]
         return stack_length_violations(policy, num_ranks, len(stack.layers), stack.path)
-    paths = ", ".join(stack.path for stack in structure.stacks)
+    long = [s for s in structure.stacks if not stack_length_violations(policy, num_ranks, len(s.layers), s.path)]
+    # The longest, and of equal ones the last: what a decoder is given of an encoder passes from stage to stage.
+    longest = max(reversed(long), key=lambda stack: len(stack.layers), default=None)
+    stacks = ", ".join(f"{stack.path} ({len(stack.layers)} layers)" for stack in structure.stacks)
+    start = f"pipeline={num_ranks} cuts one stack of layers, and {type(module).__name__} has {len(structure.stacks)}: "
+    if longest is None:
+        most = max(len(stack.layers) for stack in structure.stacks) // policy.stages_per_rank
+        return [f"{start}{stacks}. None has a layer for each stage; give pipeline={most or 1} or less"]
     return [
-        f"pipeline={num_ranks} cuts one stack of layers, and {type(module).__name__} has {len(structure.stacks)}: "
-        f"{paths}. Name the one to cut with layers=, such as a decoder's: the others stay whole on the stage that "
+        f"{start}{stacks}. Name the one to cut, such as layers={longest.path}: the others stay whole on the stage that "
         "calls them, and what they return passes from stage to stage; or give pipeline=1"
     ]
 

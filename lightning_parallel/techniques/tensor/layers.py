@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_parallel import _torch
 from lightning_parallel.module.hidden_states import Lengths
 from lightning_parallel.module.kv_cache import without_fresh_cache
+from lightning_parallel.module.layer_search import joined_behind_each
 from lightning_parallel.techniques.tensor.comparison import check_layer
 from lightning_parallel.techniques.tensor.maps import split_maps
 from lightning_parallel.techniques.tensor.plan import TensorPlan
@@ -45,7 +46,7 @@ def apply_tensor(
     group: ProcessGroup = mesh.get_group()
     parameters: dict[nn.Parameter, nn.Parameter] = {}
     flows: dict[Any, Flow] = {}
-    lengths = [Lengths(mesh.size()) for _ in stacks] if sequence else []
+    lengths = [Lengths(mesh.size(), remedy=_remedy(stack)) for stack in stacks] if sequence else []
     for number, stack in enumerate(stacks):
         for index, (path, layer) in enumerate(stack):
             roles = plan.below(path)
@@ -63,6 +64,10 @@ def apply_tensor(
             split = SplitLayer(path, flow, region, lengths[number] if sequence else None)
             _split_layer(layer, roles, split, parameters)
     return lengths
+
+
+def _remedy(stack: Sequence[tuple[str, nn.Module]]) -> str:
+    return ", or ".join(filter(None, [joined_behind_each([path for path, _ in stack]), "sequence=False"]))
 
 
 def _settings(layer: nn.Module) -> tuple[Any, ...]:

@@ -73,7 +73,13 @@ def refusal(kind: str, strategy: str, num_ranks: int, batch: int) -> str:
     [
         ("gan", "pp_custom", 4, ["optimizes manually"]),
         ("lstm", "pp_custom", 4, ["pipeline=2", "LSTMModel has no stack"]),
-        ("encoder_decoder", "pp_custom", 4, ["cuts one stack", "transformer.encoder.layers", "decoder"]),
+        (
+            "encoder_decoder",
+            "pp_custom",
+            4,
+            ["transformer.encoder.layers (2 layers)", "layers=transformer.decoder.layers"],
+        ),
+        ("encoder_decoder", "pp_custom:schedule=zbv", 4, ["None has a layer for each stage; give pipeline=1 or less"]),
         ("byte_gpt", "pp_custom:schedule=zbv", 4, ["has 3 layers, fewer than the 4 stages"]),
         ("deep", "pp_custom:schedule=2f2b", 4, ["schedule='2f2b' is unknown", "gpipe, 1f1b, interleaved"]),
         ("deep", "pp_custom:schedule=interleaved", 4, ["needs virtual_stages of at least 2"]),
