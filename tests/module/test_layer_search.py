@@ -219,7 +219,7 @@ REFUSED = {
     (
         "called_in_a_row",
         SEQUENCE,
-    ): "layers=[layers.0:1, layers.1:2], which makes a stack of each layer, or seq",
+    ): "or called a layer again before the last one; only the result of the last layer",
     ("called_in_a_row", "cp_custom"): "layers=[layers.0:1, layers.1:2], which makes a stack of each layer, or con",
     ("called_in_a_row", "pp_custom"): "called layers.0 after layers.0",
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from tests.data import data_of
 from tests.models.cases import CASES, next_token_loss
 from tests.models.pipelined import Deep
 from tests.models.tables import PIPELINE_MODULES
-from tests.parity import make_trainer
+from tests.parity import TOLERANCE, make_trainer, reference, train, worst
+from tests.rank_pool import RankError
 
 
 class Conditioned(Deep):
@@ -106,3 +108,13 @@ def test_what_cannot_be_pipelined_is_refused(
     assert all(messages), messages
     text = "\n".join(messages)
     assert [word for word in words if word not in text] == [], text
+
+
+@pytest.mark.parametrize("case", ["encoder_decoder", "t5"])
+def test_the_stack_that_the_message_names_can_be_cut(ranks: Any, case: str) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(train, case, "adamw", "pp_custom", 2, steps=3)
+    named = re.search(r"such as (layers=[\w.]+): the others", str(caught.value))
+    assert named is not None
+    ours = ranks(2).run(train, case, "adamw", f"pp_custom:{named[1]}", 2, steps=3)[0]
+    assert worst(ours, reference(case, steps=3)) < TOLERANCE
