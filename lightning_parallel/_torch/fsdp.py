@@ -45,6 +45,23 @@ def drop_forward_hooks(unit: nn.Module) -> None:
     state._post_forward_hook_handle.remove()
 
 
+def refuse_second_order(unit: nn.Module, refusal: str) -> None:
+    """Raise `refusal` in a backward with ``create_graph=True``, which would read freed memory and end the process.
+
+    `FSDPState._pre_backward`, since 2.4, runs where a backward enters the unit.
+    """
+    assert isinstance(unit, FSDPModule)
+    state: Any = unit._get_fsdp_state()
+    enter = state._pre_backward
+
+    def entered(gradient: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(refusal)
+        return enter(gradient)
+
+    state._pre_backward = entered
+
+
 def leave_forward(unit: nn.Module) -> None:
     """Bring a unit whose forward ended in an error, or is followed by no backward, back to its shards.
 

@@ -14,6 +14,8 @@ _VALUES, _GRADIENTS, _COUNTS = 0.3, 6.0, 3.0
 summation differ by about 1e-7 in one step, and 2e-3 for the gradient of a parameter, through many layers of it."""
 _MOST_COUNTS = 0.3
 """The largest tolerance of counts: what counts twice, or half, is further off in any dtype."""
+_LEAST = 1e-12
+"""The least norm that is added up in fp32, in which squares of smaller numbers vanish."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +87,13 @@ def gradient_differences(
     Returns:
         Name -> difference, the largest first; empty where they are equal.
     """
-    total = math.sqrt(sum(float(gradient.double().norm()) ** 2 for gradient in expected.values()))
+    norms = {name: _norm(gradient) for name, gradient in expected.items()}
+    total = math.hypot(*norms.values())
     found = {}
     for name, gradient in expected.items():
-        reference = gradient.double().cpu()
-        norm = float(reference.norm())
-        floor = norm + tolerance.negligible * total
-        apart = _distance(ours[name].double().cpu(), reference, floor)
-        if not apart <= tolerance.gradient:
-            found[name] = _distance(ours[name].double().cpu(), reference, norm)
+        own, norm = ours[name].to(gradient.device), norms[name]
+        if not _distance(own, gradient, norm + tolerance.negligible * total) <= tolerance.gradient:
+            found[name] = _distance(own, gradient, norm)
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -139,12 +139,21 @@ def first_of(names: Sequence[str], most: int = 4) -> str:
 def _distance(ours: Tensor, expected: Tensor, scale: float) -> float:
     if ours.shape != expected.shape:
         return math.inf
-    finite = expected.isfinite()
-    if not bool(finite.all()):
+    apart = _norm(ours - expected)
+    if not math.isfinite(apart) and not bool((finite := expected.isfinite()).all()):
         # An overflow, as fp16 has them before its scale is found: equal if it happens in both.
         return 0.0 if torch.equal(finite, ours.isfinite()) else math.inf
-    apart = float((ours - expected).norm())
     return 0.0 if apart == 0.0 else _ratio(apart, scale)
+
+
+def _norm(tensor: Tensor) -> float:
+    """The norm, to one part in a hundred. Gradients may be as large as the module, so a copy in fp64 is avoided."""
+    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if numbers.is_floating_point() and numbers.dtype != torch.float64:
+        norm = float(torch.linalg.vector_norm(numbers, dtype=torch.float32))
+        if _LEAST < norm < 1.0 / _LEAST:
+            return norm
+    return float(numbers.double().norm())
 
 
 def _ratio(apart: float, scale: float) -> float:

@@ -19,6 +19,7 @@ from lightning_parallel.module.held_modules import held_modules
 from lightning_parallel.module.held_objects import HeldObjects
 from lightning_parallel.module.object_state import ObjectState
 from lightning_parallel.module.placeholders import name_sources, placeholders_in
+from lightning_parallel.module.written_state import WrittenState
 from lightning_parallel.ranks.random_streams import seed_generators, seed_of_part
 from lightning_parallel.ranks.stage_owners import broadcast_object
 from lightning_parallel.steps import PipelinedSteps
@@ -100,6 +101,7 @@ class CutStep:
         """
         logs, metrics = StepLogs(self._module), StepMetrics(self._module)
         self._buffers.note()
+        state = self.state_outside_of_layers() if batch.joins else None
         outputs: dict[int, Any] = {}
 
         def counted(part: Any, number: int) -> contextlib.AbstractContextManager[None]:
@@ -112,7 +114,7 @@ class CutStep:
                 return self.run_stack(part, own, batch.args)
             if stage != self._last:
                 # Every stage begins with the step, and what it logs and counts before the stack; the last one ends it.
-                with metrics.dropped():
+                with metrics.dropped(), self._once(batch):
                     return self.run_stage(part, own, batch.args)
             with counted(own, microbatch):
                 output = self._run_part(part, own_seed, logs.of(microbatch), own, batch.args)
@@ -137,7 +139,11 @@ class CutStep:
 
         self.execution(forward, join if batch.joins else None).run(actions)
         self._buffers.share()
-        return self._share(outputs, logs, metrics, batch.part_size, losses)
+        return self._share(outputs, logs, metrics, batch.part_size, losses, state)
+
+    def _once(self, batch: CutBatch) -> contextlib.AbstractContextManager[None]:
+        """Leave no trace outside of the layers, where that of the last stage on the whole batch is the step's."""
+        return _without_trace(self._module, self._cut.router.has) if batch.joins else contextlib.nullcontext()
 
     def joined(self, passed: list[Passed]) -> JoinedOutputs:
         """Join what the last stage has computed for each microbatch."""
@@ -181,6 +187,11 @@ class CutStep:
         """
         return self._run_part(StepPart(self._last, joined=joined), seed, kept, batch, args)
 
+    def state_outside_of_layers(self) -> WrittenState:
+        """Note what modules outside of the layers hold, without metrics, which count microbatches as they are."""
+        outside = _outside(self._module, self._cut.router.has)
+        return WrittenState({path: child for path, child in outside.items() if not isinstance(child, Metric)})
+
     def execution(
         self,
         forward: Callable[[int, int, Passed | None], Passed | None],
@@ -212,20 +223,29 @@ class CutStep:
             return self.run(batch, *args)
 
     def _share(
-        self, outputs: dict[int, Any], logs: StepLogs, metrics: StepMetrics, part_size: int, losses: StepLosses | None
+        self,
+        outputs: dict[int, Any],
+        logs: StepLogs,
+        metrics: StepMetrics,
+        part_size: int,
+        losses: StepLosses | None,
+        state: WrittenState | None,
     ) -> Any:
-        """The output of the whole batch on all ranks, and its logs replayed there. A collective of the pipeline."""
+        """The output of the whole batch, logs, and what it has written, on all ranks. A collective of the pipeline."""
         own = message = None
         if outputs:
             in_order = [outputs[number] for number in sorted(outputs)]
             own = merge_outputs(in_order if losses is None else losses.reweighted(in_order), part_size)
             weights = losses.message() if losses is not None else None
-            message = tree_map_only(Tensor, Tensor.cpu, own), logs.collected(), metrics.updated(), weights
-        output, records, updated, weights = broadcast_object(message, self._last_rank, self._cut.host_group)
+            news = {} if state is None else state.news()
+            message = tree_map_only(Tensor, Tensor.cpu, own), logs.collected(), metrics.updated(), weights, news
+        output, records, updated, weights, news = broadcast_object(message, self._last_rank, self._cut.host_group)
         if losses is not None:
             losses.follow(weights, self._device)
         if not outputs:
             metrics.follow(updated)
+            if state is not None:
+                state.follow(news, self._device)
         logs.replay(records, self._device)
         if outputs:
             return own
@@ -235,7 +255,7 @@ class CutStep:
 @contextlib.contextmanager
 def _without_trace(module: nn.Module, is_in_layer: Callable[[str], bool]) -> Iterator[None]:
     """Leave no trace of a run on what is outside of the layers: attributes, lists, buffers, states of metrics."""
-    outside = {path: child for path, child in held_modules(module).items() if not is_in_layer(f"{path}.")}
+    outside = _outside(module, is_in_layer)
     states = [ObjectState(child, lambda name, _: name not in ("_parameters", "_modules")) for child in outside.values()]
     buffers = [buffer for child in outside.values() for buffer in child.buffers(recurse=False)]
     objects = HeldObjects(outside.values())
@@ -255,6 +275,10 @@ def _without_trace(module: nn.Module, is_in_layer: Callable[[str], bool]) -> Ite
                 for buffer, version, before in written:
                     if buffer._version != version:
                         buffer.copy_(before)
+
+
+def _outside(module: nn.Module, is_in_layer: Callable[[str], bool]) -> dict[str, nn.Module]:
+    return {path: child for path, child in held_modules(module).items() if not is_in_layer(f"{path}.")}
 
 
 def foreign_violations(output: Any, logs: StepLogs, metrics: StepMetrics, *, joins: bool) -> list[str]:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import check
+from lightning_parallel.module.differences import first_of
 from lightning_parallel.ranks.random_streams import unchanged_generators
 from lightning_parallel.steps import PipelinedSteps
 from lightning_parallel.strategies.cut_step import CutBatch, CutStep, foreign_violations
@@ -53,6 +54,7 @@ class Trial:
         mean: The mean over its microbatches.
         is_equal: Whether the two agree, at all points.
         ignored: Labels that its losses leave out.
+        written: Buffers and attributes that the step writes into, once for each time that it runs.
     """
 
     impossible: str = ""
@@ -60,6 +62,7 @@ class Trial:
     mean: float | None = None
     is_equal: bool = True
     ignored: tuple[int, ...] = ()
+    written: tuple[str, ...] = ()
 
 
 class LossChoice:
@@ -123,6 +126,7 @@ class LossChoice:
     def _decide(self, name: str, trials: Sequence[Trial], *, is_training: bool, is_uneven: bool) -> None:
         impossible = next((trial.impossible for trial in trials if trial.impossible), "")
         unequal = next((trial for trial in trials if not trial.is_equal), None)
+        written = next((trial.written for trial in trials if trial.written), ())
         equal = next((trial for trial in trials if trial.whole is not None), None)
         if impossible:
             self._settle(name, joins=False)
@@ -137,6 +141,9 @@ class LossChoice:
                 f"the mean over microbatches is {unequal.mean:.5g}, and the loss of all together {unequal.whole:.5g}"
             )
             rank_zero_info(_BATCH.format(reason) + (_LATE.format(self._num_steps // 4) if is_late else ""))
+        elif written:
+            self._settle(name, joins=True)
+            rank_zero_info(_BATCH.format(f"the step changes {first_of(written)}, as often as it runs"))
         elif name not in self._joins and not is_uneven:
             self._joins[name] = False
             numbers = f" ({equal.whole:.5g} = {equal.mean:.5g})" if equal is not None else ""
@@ -198,6 +205,7 @@ class _Rest:
     ) -> None:
         self._module, self._step, self._batch, self._weights, self._has_loss = module, step, batch, weights, has_loss
         self._ignored: set[int] = set()
+        self._written: list[str] = []
 
     def compared(self, passed: list[Passed]) -> Trial:
         """Compare the loss of microbatches together with the mean of theirs."""
@@ -207,12 +215,14 @@ class _Rest:
         # A loss may not be defined at the other point, such as an entropy of no probability.
         pairs = [own] if isinstance(other, Exception) else [own, other]
         finite = [pair for pair in pairs if pair and all(map(math.isfinite, pair))]
+        written = tuple(self._written)
         if not finite:
-            return Trial() if not own else Trial(whole=own[0], mean=own[1], is_equal=False)
+            return Trial(written=written) if not own else Trial(whole=own[0], mean=own[1], is_equal=False)
         tolerance = _tolerance(passed)
         unequal = [(whole, mean) for whole, mean, most in finite if abs(whole - mean) > tolerance * most]
         whole, mean = unequal[0] if unequal else finite[0][:2]
-        return Trial(whole=whole, mean=mean, is_equal=not unequal, ignored=tuple(sorted(self._ignored)))
+        ignored = tuple(sorted(self._ignored))
+        return Trial(whole=whole, mean=mean, is_equal=not unequal, ignored=ignored, written=written)
 
     def _losses(self, passed: list[Passed]) -> tuple[float, float, float] | tuple[()] | Exception:
         """The loss of all microbatches, the mean of theirs, and the largest; or the first error."""
@@ -239,11 +249,12 @@ class _Rest:
     def _loss(self, passed: list[Passed], batch: Any) -> tuple[float, float]:
         """The loss, and its weight."""
         logs, metrics = StepLogs(self._module), StepMetrics(self._module)
-        joined = self._step.joined(passed)
+        joined, state = self._step.joined(passed), self._step.state_outside_of_layers()
         counting = contextlib.nullcontext(lambda: 1.0) if self._weights is None else self._weights.counting(batch)
         with counting as count, _Tried(self._ignored):
             output = self._step.run_rest(joined, self._batch.seed, logs.of(0), batch, self._batch.args)
             weight = float(count()) if self._has_loss else 1.0
+        self._written = self._written or state.changed()
         check(foreign_violations(output, logs, metrics, joins=True))
         return float(loss_in(output)) if self._has_loss else 0.0, weight
 

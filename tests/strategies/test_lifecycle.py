@@ -35,6 +35,7 @@ from tests.jobs.lifecycle import (
     with_everything_on,
 )
 from tests.models.cases import CASES, ByteGPT
+from tests.models.stateful import WithGradientPenalty
 from tests.models.unusual import (
     BuiltAfterChance,
     KeptInAList,
@@ -281,6 +282,19 @@ def test_writing_parameters_in_the_step_is_refused_under_sharding(ranks: Any) ->
     reference = fit_module(WritesInTheStep, "auto", 1)
     found = ranks(2).run(fit_module, WritesInTheStep, "zero1_custom", 2)[0]
     assert difference(found, reference) <= TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", ["fsdp_custom", "zero2_custom", "fsdp_custom:recompute=full"])
+def test_gradients_of_gradients_are_refused_under_sharding(ranks: Any, strategy: str) -> None:
+    """Torch would read memory that it has freed, and the process would die."""
+    for found in ranks(2).run(note_of, WithGradientPenalty, strategy, 2):
+        assert "create_graph=True in a backward through model.blocks.0" in found
+        assert "use ddp_custom or zero1_custom" in found
+
+
+def test_gradients_of_gradients_where_parameters_are_whole(ranks: Any) -> None:
+    found = ranks(2).run(fit_module, WithGradientPenalty, "zero1_custom", 2)[0]
+    assert difference(found, fit_module(WithGradientPenalty, "auto", 1)) <= TOLERANCE
 
 
 def test_reading_a_layer_from_outside_says_what_to_do(ranks: Any) -> None:

@@ -1,0 +1,123 @@
+"""Modules whose steps keep something for later: each step reads what the ones before have left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrizations import spectral_norm
+
+from tests.models.cases import VOCABULARY, ByteGPT, next_token_loss
+
+
+class WithSpectralNorm(ByteGPT):
+    """A head that takes one step of a power iteration in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.head = spectral_norm(self.model.head)
+
+
+class CountsSteps(ByteGPT):
+    """Counts steps before the stack, and weights the loss with the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps = 0
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        self.num_steps += 1
+        return super().loss(tokens) * (1 + 0.1 * self.num_steps)
+
+
+class CountsSamples(ByteGPT):
+    """Counts samples behind the stack, in a tensor of one element that replaces the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_samples = torch.zeros(())
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        loss = super().loss(tokens)
+        self.num_samples = self.num_samples + len(tokens)
+        return loss * (1 + self.num_samples / 100)
+
+
+class GrowsWarmer(ByteGPT):
+    """Scales the hidden states before the stack with the number of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.num_calls += 1
+        model = self.model
+        x = model.tokens(tokens) * (1 + 0.1 * self.num_calls)
+        for block in model.blocks:
+            x = block(x)
+        return model.head(model.norm(x))
+
+
+class WithCenter(ByteGPT):
+    """A running mean of logits in a buffer, as DINO has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(VOCABULARY))
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        logits = self(tokens)
+        self.center.mul_(0.9).add_(0.1 * logits.detach().mean((0, 1)))
+        return next_token_loss(logits - self.center, tokens)
+
+
+class CollectsOutputs(ByteGPT):
+    """Lightning's own way to see all outputs of an epoch: a list, which the end of the epoch reads and clears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training_step_outputs: list[Tensor] = []
+        self.validation_step_outputs: list[dict[str, Tensor]] = []
+        self.means: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.training_step_outputs.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.means.append(torch.stack(self.training_step_outputs).mean().item())
+        self.training_step_outputs.clear()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.validation_step_outputs.append({"logits": logits, "loss": next_token_loss(logits, batch[0])})
+
+    def on_validation_epoch_end(self) -> None:
+        logits = torch.cat([each["logits"] for each in self.validation_step_outputs])
+        losses = torch.stack([each["loss"] for each in self.validation_step_outputs])
+        self.means += [logits.square().mean().item(), losses.mean().item()]
+        self.validation_step_outputs.clear()
+
+
+class WithGradientPenalty(ByteGPT):
+    """A gradient of gradients through one layer, as WGAN-GP has it."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        hidden = self.model.tokens(tokens).detach().requires_grad_()
+        with sdpa_kernel(SDPBackend.MATH):  # the only one with second derivatives
+            energy = self.model.blocks[0](hidden).square().sum()
+        (gradient,) = torch.autograd.grad(energy, hidden, create_graph=True)
+        return super().loss(tokens) + 1e-3 * gradient.square().mean()
+
+
+KEEPING: dict[str, type[nn.Module]] = {
+    "spectral norm": WithSpectralNorm,
+    "steps": CountsSteps,
+    "samples": CountsSamples,
+    "calls": GrowsWarmer,
+    "center": WithCenter,
+}

@@ -1,0 +1,54 @@
+"""What a step has written into, and what others are told of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_parallel.module.written_state import WrittenState
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.count, self.total, self.last = 0, torch.zeros(()), torch.zeros(3)
+        self.outputs: list[torch.Tensor] = [torch.ones(1)]
+        self.table = {"a": 1}
+        self.anything = object()
+        self._private = 0
+
+
+def test_what_is_written_is_named() -> None:
+    holder = Holder()
+    state = WrittenState({"": holder, "inner": Holder()})
+    assert state.changed() == []
+    holder.mean.add_(1)
+    holder.count += 1
+    holder.total = holder.total + 1
+    holder.outputs.append(torch.zeros(1))
+    holder._private += 1
+    holder.last = torch.ones(3)  # that of the last call, and no sum of all
+    assert sorted(state.changed()) == ["count", "mean", "outputs", "total"]
+
+
+def test_others_follow() -> None:
+    holder, other = Holder(), Holder()
+    state, follower = WrittenState({"": holder}), WrittenState({"": other})
+    holder.count, holder.total = 5, torch.tensor(2.0)
+    holder.mean.add_(1)
+    holder.outputs.append(torch.full((1,), 7.0))
+    holder.table["b"] = 2
+    other.outputs.append(torch.zeros(1))  # of its own part of the step
+    follower.follow(state.news(), torch.device("cpu"))
+    assert (other.count, other.total, other.table) == (5, torch.tensor(2.0), {"a": 1, "b": 2})
+    assert [float(value) for value in other.outputs] == [1.0, 7.0]
+    assert other.mean.sum() == 0  # buffers are sent by themselves
+
+
+def test_what_cannot_be_sent_is_left_out() -> None:
+    holder = Holder()
+    state = WrittenState({"": holder})
+    holder.outputs.append(object())  # type: ignore[arg-type]
+    holder.count += 1
+    assert state.news() == {"count": 1}

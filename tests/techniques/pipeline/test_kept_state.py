@@ -1,0 +1,52 @@
+"""Steps that keep something for later, under a pipeline: once a step, on all ranks, and as one process has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_parallel import full_state_dict
+from tests.data import batches, loader
+from tests.models.stateful import KEEPING, CollectsOutputs, CountsSteps
+from tests.parity import TOLERANCE, Outcome, once, train_module, trainer_for, worst
+
+NAMES = [("pp_custom", 2), ("fsdp_custom:pipeline=2", 2), ("pp_custom:schedule=gpipe,microbatches=2", 2)]
+
+
+def fit(kept: str, strategy: str, num_ranks: int) -> Outcome:
+    return train_module(KEEPING[kept], batches("byte_gpt", 1), strategy, num_ranks)
+
+
+@pytest.mark.parametrize(("name", "size"), NAMES)
+@pytest.mark.parametrize("kept", KEEPING)
+def test_once_a_step(ranks: Any, kept: str, name: str, size: int) -> None:
+    assert worst(ranks(size).run(fit, kept, name, size)[0], once(fit, kept, "auto", 1)) < TOLERANCE
+
+
+def collected(strategy: str, num_ranks: int) -> tuple[list[float], dict[str, Any]]:
+    """The means that a module takes of all its outputs, on this rank."""
+    L.seed_everything(3, verbose=False)
+    module = CollectsOutputs()
+    trainer = trainer_for(strategy, num_ranks, max_epochs=2)
+    trainer.fit(module, loader(1), loader(1, 2))
+    return module.means, full_state_dict(trainer)
+
+
+@pytest.mark.parametrize("name", ["pp_custom", "pp_custom:loss=batch"])
+def test_outputs_of_an_epoch_are_those_of_one_process_on_all_ranks(ranks: Any, name: str) -> None:
+    expected, _ = once(collected, "auto", 1)
+    for means, _ in ranks(2).run(collected, name, 2):
+        assert means == pytest.approx(expected, rel=1e-5)
+
+
+def numbers_of_steps(strategy: str, num_ranks: int) -> int:
+    """What a module has counted, on this rank."""
+    module = CountsSteps()
+    trainer_for(strategy, num_ranks).fit(module, loader(1))
+    return module.num_steps
+
+
+def test_all_stages_count_alike(ranks: Any) -> None:
+    assert ranks(2).run(numbers_of_steps, "pp_custom", 2) == [4, 4]
