@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Checkpointed = Callable[..., Any]
+"""Takes a function and its arguments, and checkpoints it."""
+_OPTIONS = (
+    "preserve_rng_state",
+    "context_fn",
+    "determinism_check",
+    "debug",
+    "early_stop",
+    "respect_saved_tensors_hooks",
+)
 
 
 def after_backward(tensor: Tensor, action: Any) -> None:
@@ -40,26 +54,70 @@ def checkpoints_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]
     Args:
         wrap: From the function to be checkpointed to the one that is run.
     """
+
+    def reentrant(apply: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+        return apply(wrap(function), *args)
+
+    def generator(make: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return make(wrap(function), *args, **kwargs)
+
+    with _both_replaced(reentrant, generator):
+        yield
+
+
+@contextlib.contextmanager
+def checkpoints_opened(opened: Callable[[Checkpointed], AbstractContextManager[None] | None]) -> Iterator[None]:
+    """Inside this context, `torch.utils.checkpoint.checkpoint` may run its function as it is, without a checkpoint.
+
+    The names are those of `checkpoints_replaced`.
+
+    Args:
+        opened: Takes a function that checkpoints any other one with the same options, and returns the context in which
+            the function of the user runs; ``None`` where it is to be checkpointed as a whole.
+    """
+    from torch.utils import checkpoint as module
+
+    checkpoint: Any = module
+
+    def reentrant(apply: Callable[..., Any], function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        again = functools.partial(checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=preserve)
+        context = opened(again)
+        if context is None:
+            return apply(function, preserve, *args)
+        with context:
+            return function(*args)
+
+    def generator(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(make).bind(*args, **kwargs).arguments
+        options = {name: given[name] for name in _OPTIONS if name in given}
+        context = opened(functools.partial(checkpoint.checkpoint, use_reentrant=False, **options))
+        return make(*args, **kwargs) if context is None else _inside(context)
+
+    with _both_replaced(reentrant, generator):
+        yield
+
+
+def _inside(context: AbstractContextManager[None]) -> Iterator[None]:
+    with context:
+        yield
+
+
+@contextlib.contextmanager
+def _both_replaced(reentrant: Callable[..., Any], generator: Callable[..., Any]) -> Iterator[None]:
+    """Inside this context, both ways of `checkpoint` are these; what they replace is their first argument."""
     from torch.utils import checkpoint as module
 
     checkpoint: Any = module
     names = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
     name = next(each for each in names if hasattr(checkpoint, each))
-    reentrant, generator = checkpoint.CheckpointFunction, getattr(checkpoint, name)
-
-    def apply(function: Callable[..., Any], *args: Any) -> Any:
-        return reentrant.apply(wrap(function), *args)
-
-    def without_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return generator(wrap(function), *args, **kwargs)
-
-    checkpoint.CheckpointFunction = SimpleNamespace(apply=apply)
-    setattr(checkpoint, name, without_reentrant)
+    function, make = checkpoint.CheckpointFunction, getattr(checkpoint, name)
+    checkpoint.CheckpointFunction = SimpleNamespace(apply=functools.partial(reentrant, function.apply))
+    setattr(checkpoint, name, functools.partial(generator, make))
     try:
         yield
     finally:
-        checkpoint.CheckpointFunction = reentrant
-        setattr(checkpoint, name, generator)
+        checkpoint.CheckpointFunction = function
+        setattr(checkpoint, name, make)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from lightning_parallel.module.placeholders import (
 )
 from lightning_parallel.ranks.random_streams import drawing_from, seed_of_part
 from lightning_parallel.techniques.pipeline.joined import JoinedOutputs
+from lightning_parallel.techniques.pipeline.layer_checkpoints import LayerCheckpoints
 from lightning_parallel.techniques.pipeline.shape_inference import InferredShapes, collecting_hooks
 from lightning_parallel.techniques.pipeline.side_inputs import Beside, SideInputs
 from lightning_parallel.techniques.pipeline.stage_plan import BEFORE_THE_STACK, StagePlan
@@ -93,6 +94,7 @@ class LayerRouter:
         self._mode: SubstitutionMode | None = None
         self._inferred = InferredShapes()
         self._watch: Watch | None = None
+        self._checkpoints = LayerCheckpoints()
 
     @contextlib.contextmanager
     def traced(self, step: str, module: nn.Module, touch: Callable[[str], None]) -> Iterator[None]:
@@ -129,7 +131,7 @@ class LayerRouter:
         passes_more = part.stage is None or self.side_inputs.has_any(step)
         self._mode = SubstitutionMode(self._substitute_outside) if passes_more else None
         try:
-            with self._mode or contextlib.nullcontext():
+            with self._mode or contextlib.nullcontext(), self._checkpoints.opened(self._calls_no_more):
                 yield
         finally:
             self._is_open, self._part, self._mode = False, StepPart(None), None
@@ -139,6 +141,9 @@ class LayerRouter:
     def is_in_layer(self) -> bool:
         """Whether a layer is running on placeholders at the moment."""
         return self._inferred.is_running
+
+    def _calls_no_more(self) -> bool:
+        return self.position == self.plan.num_layers - 1 or self.is_in_layer
 
     def has(self, name: str) -> bool:
         """Whether a parameter belongs to a layer of the stack."""
@@ -192,7 +197,7 @@ class LayerRouter:
         timed = contextlib.nullcontext() if part.clock is None else part.clock.of_layer(index)
         stream = _layer_stream(part.seed, index, is_needed=layer.training and torch.is_grad_enabled())
         with timed, stream, _torch.modes.outside_of(self._mode):  # the arguments are replaced already
-            result = run(*args, **kwargs)
+            result = self._checkpoints.run(run, args, kwargs)
         if part.leaves_stack and index == self.plan.num_layers - 1:
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             raise StageExit((*tensors, *(part.received or ())[1:]))
