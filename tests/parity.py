@@ -76,8 +76,25 @@ def make_trainer(strategy: Any, num_ranks: int, **kwargs: Any) -> L.Trainer:
 
 
 def trainer_for(strategy: str, num_ranks: int, **kwargs: Any) -> L.Trainer:
-    """A quiet trainer with the strategy of that name and its options, or Lightning's own with ``"auto"``."""
-    return make_trainer("auto" if strategy == "auto" else build_strategy(strategy), num_ranks, **kwargs)
+    """A quiet trainer with the strategy of that name and its options, or Lightning's own with ``"auto"``.
+
+    The test that trains it compares it, so its first step is compared only if `strategy` says so.
+    """
+    return make_trainer("auto" if strategy == "auto" else build_strategy(_unchecked(strategy)), num_ranks, **kwargs)
+
+
+def checked(strategy: str) -> str:
+    """The same strategy, with a comparison of its first step, which may not differ."""
+    return _with_option(strategy, "check=first_step")
+
+
+def _unchecked(strategy: str) -> str:
+    return strategy if "check=" in strategy else _with_option(strategy, "check=off")
+
+
+def _with_option(strategy: str, option: str) -> str:
+    name, _, options = strategy.partition(":")
+    return f"{name}:{options},{option}" if options else f"{name}:{option}"
 
 
 def train_module(

@@ -44,6 +44,10 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "unit._get_fsdp_state()": f"{FSDP}_fsdp_state.FSDPState",
     },
     "_torch/ddp.py": {"wrapped": "torch.nn.parallel.DistributedDataParallel"},
+    "_torch/unit_classes.py": {
+        "state": f"{FSDP}_fsdp_state.FSDPState",
+        "unit": f"{FSDP}_fully_shard.FSDPModule",
+    },
     "_torch/groups.py": {
         "mesh": "torch.distributed.DeviceMesh",
         "options": "torch.distributed.distributed_c10d.ProcessGroupGloo._Options",

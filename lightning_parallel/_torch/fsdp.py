@@ -45,23 +45,6 @@ def drop_forward_hooks(unit: nn.Module) -> None:
     state._post_forward_hook_handle.remove()
 
 
-def refuse_second_order(unit: nn.Module, refusal: str) -> None:
-    """Raise `refusal` in a backward with ``create_graph=True``, which would read freed memory and end the process.
-
-    `FSDPState._pre_backward`, since 2.4, runs where a backward enters the unit.
-    """
-    assert isinstance(unit, FSDPModule)
-    state: Any = unit._get_fsdp_state()
-    enter = state._pre_backward
-
-    def entered(gradient: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(refusal)
-        return enter(gradient)
-
-    state._pre_backward = entered
-
-
 def leave_forward(unit: nn.Module) -> None:
     """Bring a unit whose forward ended in an error, or is followed by no backward, back to its shards.
 
@@ -237,15 +220,13 @@ def gather_around(
     """Gather the parameters of `unit` while ``holder.method`` runs.
 
     `register_fsdp_forward_method` (public) does this for methods that are never called from within `forward`. These
-    may be, and a nested call must not free the parameters that its caller still needs. `FSDPState._pre_forward`, since
-    2.4.
+    may be, and a nested call must not free what its caller still needs. `FSDPState._pre_forward`, since 2.4.
 
     Args:
         holder: The object whose method is replaced.
-        method: The method's name.
+        method: Its name.
         unit: The sharded unit.
-        takes_batch: Whether the method is given what Lightning has moved to the device. torch would move again what
-            a user has left on the host, and raise for a `defaultdict`.
+        takes_batch: Whether it is given what Lightning has moved. torch would move what was left on the host, too.
         unless: Asked where nobody has gathered the parameters yet; true leaves them as they are.
     """
     assert isinstance(unit, FSDPModule)

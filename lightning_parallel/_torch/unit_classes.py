@@ -1,10 +1,11 @@
-"""Classes of sharded units, under the names of the user's classes: private or version-dependent names of torch."""
+"""Classes of sharded units, under the names of the user's, and their backward: private names of torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fully_shard
 
@@ -44,3 +45,20 @@ def _meta(cls: type) -> type:
         return [new, FSDPModule, *cls.__mro__]
 
     return type(type(cls).__name__, (type(cls),), {"mro": mro})
+
+
+def refuse_second_order(unit: nn.Module, path: str) -> None:
+    """Refuse ``create_graph=True`` in `unit`: it would read freed memory. `FSDPState._pre_backward`, since 2.4."""
+    assert isinstance(unit, FSDPModule)
+    state: Any = unit._get_fsdp_state()
+    enter = state._pre_backward
+
+    def entered(gradient: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True in a backward through {path or 'the module'}, which frees its gathered weights; "
+                "use ddp_custom or zero1_custom"
+            )
+        return enter(gradient)
+
+    state._pre_backward = entered

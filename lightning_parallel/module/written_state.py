@@ -44,7 +44,7 @@ class WrittenState:
         return [name for name in self._before if name in now and self._is_changed(name, now[name])]
 
     def news(self) -> dict[str, Any]:
-        """What attributes hold that have changed, for `follow` of the same modules elsewhere; without buffers.
+        """Contents of attributes that have changed, for `follow` of the same modules elsewhere; without buffers.
 
         Only numbers, text and tensors, alone or in containers; tensors in host memory. Of a list that has grown, the
         new entries. What is too large for the state of a step is left out.

@@ -14,6 +14,7 @@ from lightning_parallel.plan import Plan
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.ranks.memory import free_memory
+from lightning_parallel.steps import StepHooks
 
 _COPIES = 3
 """Number of times that parameters are held for the comparison: the copy, its gradients, and those of one microstep."""
@@ -28,6 +29,10 @@ class ComparedStrategy(Protocol):
     @property
     def module(self) -> LightningModule:
         """The user's module."""
+
+    @property
+    def steps(self) -> StepHooks:
+        """The calls around its steps."""
 
     @property
     def degrees(self) -> Degrees:

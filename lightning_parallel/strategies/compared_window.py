@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ class ComparedWindow:
     _factor: Tensor | float = 1.0
     _in_hooks: StepValues = field(default_factory=StepValues)
     losses: tuple[float, float] | None = None
+    left_out: set[str] = field(default_factory=set)
     _metrics_at_backward: MetricStates = field(default_factory=dict)
 
     def take_plain_step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -65,6 +66,26 @@ class ComparedWindow:
             self.losses = float(loss), float(expected)
         found += self._log_differences(ours, self.expected)
         return found + metric_differences(ours.metrics, self.expected.metrics, self.tolerance)
+
+    def unsteady(self, again: StepValues) -> list[str]:
+        """Names of logged values that the copy's step does not give twice.
+
+        Args:
+            again: Its values, when it runs again.
+        """
+        first, second = self.expected.numbers(), again.numbers()
+        tolerance = self.tolerance.value
+        return [n for n in {**first, **second} if not value_difference(second.get(n), first.get(n)) <= tolerance]
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Compare no logged values of these names.
+
+        Args:
+            names: As `unsteady` returns them, of any rank.
+        """
+        self.left_out |= set(names)
+        self.ours.leave_out(names)
+        self.expected.leave_out(names)
 
     def hook_differences(self) -> list[str]:
         """Differences in what hooks around the last backward have logged, and given to metrics, in words."""
@@ -195,7 +216,8 @@ class ComparedWindow:
         losses = "" if self.losses is None else f"loss {self.losses[0]:.4f} = {self.losses[1]:.4f}, "
         num_metrics = num_updated(self.plain.module)
         metrics = f", {num_metrics} metrics" if num_metrics else ""
-        return f"first step equals one process{self.extent}: {losses}{self.num_gradients} gradients{metrics}"
+        left_out = f"; {first_of(sorted(self.left_out))}: not the same in two runs" if self.left_out else ""
+        return f"first step equals one process{self.extent}: {losses}{self.num_gradients} gradients{metrics}{left_out}"
 
 
 def whole_gradient(parameter: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class DataParallelStrategy(PlannedStrategy):
         compile: ``"layers"`` compiles each layer of the stacks, in place.
         float8: Recipe of the stacks' linear maps, ``"tensorwise"`` or ``"rowwise"``; needs the extra ``float8``.
         offload: ``"optimizer"`` keeps optimizer state in host memory between updates.
-        check: ``"first_step"`` compares the first step with one process, before an update; ``"auto"`` if a copy fits.
+        check: When the first step is compared with one process: ``"auto"`` if a copy fits, ``"first_step"``, ``"off"``.
 
     Example:
         >>> Trainer(strategy=DataParallelStrategy(), accelerator="gpu", devices=2)
@@ -57,7 +57,7 @@ class DataParallelStrategy(PlannedStrategy):
         compile: str = "none",
         float8: str | None = None,
         offload: str = "none",
-        check: str = "off",
+        check: str = "auto",
     ) -> None:
         layer = LayerPolicies(layers=layers, float8=float8, recompute=recompute, compile=compile)
         super().__init__(Policies(layer=layer, shards=False, offload=offload), check=check)

@@ -55,7 +55,7 @@ class DDPStrategy(ProcessGroupStrategy):
             ``"auto"`` is here, because gradients are whole anyway), or in ``"every"`` one.
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a missing rank; seconds or a timedelta.
-        check: ``"first_step"`` compares the first step with one process, before an update; ``"auto"`` if a copy fits.
+        check: When the first step is compared with one process: ``"auto"`` if a copy fits, ``"first_step"``, ``"off"``.
         start_method: How ranks are started: ``"popen"`` runs the script again for each; ``"fork"`` serves notebooks,
             ``"spawn"`` and ``"forkserver"`` functions that can be pickled.
 
@@ -80,7 +80,7 @@ class DDPStrategy(ProcessGroupStrategy):
         accumulation_sync: str = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | float = default_pg_timeout,
-        check: str = "off",
+        check: str = "auto",
         start_method: str = "popen",
     ) -> None:
         policies = Policies(

@@ -40,7 +40,7 @@ from lightning_parallel.strategies.compared_window import ComparedWindow
 from lightning_parallel.strategies.manual_window import ManualWindow
 from lightning_parallel.strategies.module_device import set_module_device
 from lightning_parallel.strategies.plain_step import PlainSteps, StepValues
-from lightning_parallel.strategies.second_run import SecondRun
+from lightning_parallel.strategies.second_run import SecondRun, of_all_ranks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -174,7 +174,7 @@ class FirstStep:
         """Run the step on the copy. False if some rank could not. A collective."""
         assert self._copy is not None
         # Before the collectives of `fill`.
-        if self._window is None and not self._agree(_not_followed(self._copy, self._strategy.module, args, kwargs)):
+        if self._window is None and not self._agree(_not_followed(self._copy, self._strategy, args, kwargs)):
             return False
         reason = ""
         try:
@@ -205,7 +205,7 @@ class FirstStep:
         """Add the gradients of the copy to those of the window. A collective if hooks see them."""
         self._listening.close()
         if self._window is not None:
-            self._window.add_gradients(self._data_group)
+            self._window.add_gradients(_data_group(self._strategy))
 
     def before_update(self) -> None:
         """Compare the gradients of the window, and metrics over the ranks. A collective.
@@ -219,7 +219,7 @@ class FirstStep:
         if window.num_backwards == 0:
             self._leave("the step calls backward by itself, and not manual_backward")
             return
-        found = window.update_differences(self._data_group)
+        found = window.update_differences(_data_group(self._strategy))
         if not self._agree(window.plain.failure):
             return
         self._decide(found)
@@ -227,10 +227,6 @@ class FirstStep:
             return
         self._tell(window.summary())
         self.end()
-
-    @property
-    def _data_group(self) -> dist.ProcessGroup | None:
-        return getattr(self._strategy, "data_group", None)
 
     def _decide(self, differences: list[str], again: SecondRun | None = None) -> None:
         """Go on if no rank has found a difference. A collective.
@@ -244,27 +240,37 @@ class FirstStep:
         """
         strategy, window = self._strategy, self._window
         assert window is not None
-        # Together with whether numbers were drawn: ranks that read different samples may differ in that, too.
-        found = _of_all_ranks((differences, window.plain.draws))
-        if not any(each for each, _ in found):
+        found, hint = of_all_ranks(differences), ""
+        if not any(found):
             return
-        self.end()
-        if shares_samples(strategy) and any(draws for _, draws in found):
+        # Ranks that read different samples may differ in that, too.
+        if any(of_all_ranks(shares_samples(strategy) and window.plain.draws)):
             self._leave(_DRAWN)
             return
-        rank, first = next((rank, each) for rank, (each, _) in enumerate(found) if each)
-        where = _where(again, first)
+        if again is not None:
+            found, hint = again.repeated_differences()
+            if not any(found):
+                return
+        self.end()
+        rank, first = next((rank, each) for rank, each in enumerate(found) if each)
+        where = hint or _where(again, first)
         if strategy.global_rank != 0:
             raise FirstStepError("the first step differs from one process; rank 0 says how")
         raise FirstStepError(in_words(strategy, first, rank, where))
 
 
-def _not_followed(copy: PlainCopy, module: LightningModule, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """The reason for which `copy` cannot follow `module` into a step with these arguments; empty if it does."""
+def _data_group(strategy: ComparedStrategy) -> dist.ProcessGroup | None:
+    return getattr(strategy, "data_group", None)
+
+
+def _not_followed(copy: PlainCopy, strategy: ComparedStrategy, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """The reason for which `copy` cannot follow the module into a step with these arguments; empty if it does."""
     if any(isinstance(each, Iterator) for each in (*args, *kwargs.values())):
         return "the step takes an iterator, which gives each batch once"
+    if getattr(strategy.steps, "microbatch_weights", None) is not None:
+        return "TokenWeighted weights the losses of microbatches, and not what the step logs of them"
     try:
-        copy.follow(module)
+        copy.follow(strategy.module)
     except NotCopyableError as error:
         return str(error)
     return ""
@@ -276,15 +282,6 @@ def _make_ready(plain: LightningModule, strategy: ComparedStrategy) -> None:
     strategy.precision_plugin.convert_module(plain)
     if isinstance(strategy, ParallelStrategy) and (sync := _lightning.layer_sync(strategy)) is not None:
         sync.apply(plain)
-
-
-def _of_all_ranks(own: Any) -> list[Any]:
-    """Gather the value of each rank. A collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [own]
-    found = [own] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
 
 
 def _groups_of(module: LightningModule) -> list[object]:

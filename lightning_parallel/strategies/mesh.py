@@ -73,7 +73,7 @@ class MeshStrategy(MeshedStrategy):
         precision_policy: Dtypes of gathering and reducing, in place of those that belong to `Trainer(precision=...)`.
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a missing rank; seconds or a timedelta.
-        check: ``"first_step"`` compares the first step with one process, before an update; ``"auto"`` if a copy fits.
+        check: When the first step is compared with one process: ``"auto"`` if a copy fits, ``"first_step"``, ``"off"``.
         start_method: How ranks are started: ``"popen"`` runs the script again for each; ``"fork"`` serves notebooks,
             ``"spawn"`` and ``"forkserver"`` functions that can be pickled.
 
@@ -112,7 +112,7 @@ class MeshStrategy(MeshedStrategy):
         precision_policy: DtypePolicy | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float = default_pg_timeout,
-        check: str = "off",
+        check: str = "auto",
         start_method: str = "popen",
     ) -> None:
         policies = Policies(

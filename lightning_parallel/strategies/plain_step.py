@@ -6,7 +6,7 @@ import contextlib
 import copy
 import io
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from lightning_parallel import _torch
 from lightning_parallel.module.held_objects import HeldObjects
+from lightning_parallel.module.kept_state import KeptState
 from lightning_parallel.module.object_state import CONTAINERS, ObjectState
 from lightning_parallel.ranks.dtensors import full_of
 from lightning_parallel.ranks.random_streams import RandomState, unchanged_generators
@@ -86,11 +87,19 @@ class StepValues:
 
     def numbers(self) -> dict[str, Any]:
         """The logged values that are no metrics, by name; a value that was logged again has a number, too."""
-        return {
-            name if times == 0 else f"{name} ({times + 1})": value
-            for (name, times), value in self.logged.items()
-            if not isinstance(value, Metric)
-        }
+        return {_label(*key): value for key, value in self.logged.items() if not isinstance(value, Metric)}
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Forget logged values.
+
+        Args:
+            names: As `numbers` has them.
+        """
+        self.logged = {key: value for key, value in self.logged.items() if _label(*key) not in names}
+
+
+def _label(name: str, times: int) -> str:
+    return name if times == 0 else f"{name} ({times + 1})"
 
 
 class PlainSteps:
@@ -131,6 +140,7 @@ class PlainSteps:
         """
         self.in_hooks = StepValues()
         follow_metrics(self.module, self.originals)  # which hooks have reset since, or given something
+        self._before, self._given = KeptState(self.module), copy.deepcopy((args, kwargs))
         with self._alone(), self._apart():
             if self._optimizers is not None:
                 return self._run_to_update(self._optimizers, args, kwargs)
@@ -162,6 +172,24 @@ class PlainSteps:
         """
         with self._alone():
             return self._forward(args, kwargs)[0]
+
+    def run_again(
+        self, state: RandomState, watching: contextlib.AbstractContextManager[object] | None = None
+    ) -> StepValues:
+        """The last step without backward, from where it began.
+
+        Args:
+            state: The random state before it.
+            watching: A context in which it runs.
+        """
+        now = RandomState.take(self._device)
+        self._before.restore()
+        state.restore(self._device)
+        try:
+            with watching or contextlib.nullcontext():
+                return self.run_forward(*self._given)
+        finally:
+            now.restore(self._device)
 
     def _forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[StepValues, Tensor | None]:
         values, before, output = StepValues(), RandomState.take(self._device), None

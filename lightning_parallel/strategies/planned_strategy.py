@@ -38,10 +38,10 @@ class PlannedStrategy(RefusingStrategy):
 
     Args:
         policies: The rules, without those that depend on the module.
-        check: Whether the first step is compared with one process.
+        check: Whether the first step is compared with one process: `CHECKS`.
     """
 
-    def __init__(self, policies: Policies, *, check: str = "off") -> None:
+    def __init__(self, policies: Policies, *, check: str = "auto") -> None:
         super().__init__()
         self.num_nodes = 1
         self._policies = policies

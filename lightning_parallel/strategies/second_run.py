@@ -39,6 +39,28 @@ class SecondRun:
     strategy: ComparedStrategy
     layers: Collection[str]
 
+    def repeated_differences(self) -> tuple[list[list[str]], str]:
+        """The differences of each rank, without logged values that the copy's step does not give twice. A collective.
+
+        The time that a step takes is logged, or something is counted outside of the module: such values prove nothing.
+
+        Returns:
+            The differences, and where they come from, if the copy's loss is another one, too; else an empty text.
+        """
+        window, hint = self.window, ""
+        unsteady: list[str] = []
+        try:
+            values = window.plain.run_again(self.state)
+        except Exception as error:  # of the user's code
+            hint = f"the plain copy raised {type(error).__name__}: {error}"
+        else:
+            unsteady = window.unsteady(values)
+            if not value_difference(values.loss, window.expected.loss) <= window.tolerance.value:
+                hint = "the loss of the plain copy is another one, too: the step reads and changes what no module holds"
+        found = of_all_ranks((hint, unsteady))
+        window.leave_out({name for _, names in found for name in names})
+        return of_all_ranks(window.value_differences(window.ours)), next((each for each, _ in found if each), "")
+
     def first_difference(self) -> str:
         """The first module whose output differs, in words; empty where that is not known. A collective of all ranks.
 
@@ -51,10 +73,7 @@ class SecondRun:
             if self.strategy.policies_for(self.strategy.module).shards:  # whose ranks wait for each other in a step
                 raise
             verdicts = None
-        found = [verdicts]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            found *= dist.get_world_size()
-            dist.all_gather_object(found, verdicts)
+        found = of_all_ranks(verdicts)
         known = [each for each in found if each is not None]
         return first_difference(known) if len(known) == len(found) else ""
 
@@ -67,10 +86,17 @@ class SecondRun:
         # Compiled code calls no hooks inside of layers.
         with own.taken(), values.of(plain.originals, passes_on=False), torch.compiler.set_stance("force_eager"):
             values.take_loss(self.step(*self.args, **self.kwargs))
-        self.state.restore(device)
-        with theirs.taken():
-            repeated = plain.run_forward(self.args, dict(self.kwargs))
+        repeated = plain.run_again(self.state, theirs.taken())
         pairs = [(values.loss, window.ours.loss), (repeated.loss, window.expected.loss)]
         if not all(value_difference(*pair) <= tolerance.value for pair in pairs):
             return None
         return own.verdicts(theirs, tolerance)
+
+
+def of_all_ranks(own: Any) -> list[Any]:
+    """Gather the value of each rank. A collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [own]
+    found = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found

@@ -22,9 +22,6 @@ from lightning_parallel.module.layer_stacks import first_names, owner_of
 from lightning_parallel.module.placeholders import is_placeholder
 
 ROOT = ""
-_SECOND_ORDER = (
-    "create_graph=True in a backward through {}, which frees its gathered weights; use ddp_custom or zero1_custom"
-)
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,7 @@ def finish_sharding(module: nn.Module, plan: ShardingPlan) -> None:
     """
     for path in plan.units:
         unit = module.get_submodule(path)
-        _torch.fsdp.refuse_second_order(unit, _SECOND_ORDER.format(path or "the module"))
+        _torch.unit_classes.refuse_second_order(unit, path)
         if _is_outermost(path, plan):
             _torch.fsdp.initialize_sharding(unit)
         # The step methods gather the root's parameters (`gathering.py`), so the hooks of `forward` must not.

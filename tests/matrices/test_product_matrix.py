@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.models.tables import TENSOR_MODULES
-from tests.parity import Outcome, assert_same_training, reference, train
+from tests.parity import Outcome, assert_same_training, checked, reference, train
 from tests.rank_pool import RankError
 
 TABLE = json.loads(Path(__file__).with_name("product_matrix.json").read_text())
@@ -24,7 +24,7 @@ LAYOUTS: dict[str, dict[str, int]] = TABLE["layouts"]
 def run(ranks: Any, case: str, strategy: str) -> Outcome:
     layout = LAYOUTS[strategy]
     size, readers = layout["ranks"], layout["readers"]
-    return ranks(size).run(train, case, "adamw", strategy, size, readers, norms=True)[0]
+    return ranks(size).run(train, case, "adamw", checked(strategy), size, readers, norms=True)[0]
 
 
 @pytest.mark.parametrize(("case", "strategy"), [key for key, cell in CELLS.items() if cell == "runs"])

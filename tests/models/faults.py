@@ -226,6 +226,36 @@ class OtherOnEachRun(OtherLayer):
         return super().loss(tokens) * (1 + self.num_steps)
 
 
+CALLS: list[float] = []
+"""What modules keep outside of themselves."""
+
+
+class LogsCalls(ByteGPT):
+    """Logs how often it was called, as it would log the time."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        CALLS.append(1.0)
+        self.log("calls", float(len(CALLS)))
+        return super().loss(tokens)
+
+
+class LogsCallsOfAnotherLayer(OtherLayer):
+    """The same, with a layer that is another one than that of a plain copy."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        CALLS.append(1.0)
+        self.log("calls", float(len(CALLS)))
+        return super().loss(tokens)
+
+
+class ReadsCalls(ByteGPT):
+    """A loss that depends on how often any module was called."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        CALLS.append(1.0)
+        return super().loss(tokens) * len(CALLS)
+
+
 class ManualStep(OtherLayer):
     """Manual optimization, with a scheduler that steps in each batch before the update.
 

@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.jobs.first_steps import ends_before_an_update, said
-from tests.models.faults import FailsInSecondRun, OtherLayer, OtherOnEachRun, SumOfSamples
+from tests.jobs.first_steps import ends_before_an_update, fit, said
+from tests.models.faults import (
+    FailsInSecondRun,
+    LogsCalls,
+    LogsCallsOfAnotherLayer,
+    OtherLayer,
+    OtherOnEachRun,
+    ReadsCalls,
+    SumOfSamples,
+)
 
 SECOND = "In a second run, the output of "
 
@@ -65,3 +73,25 @@ def test_an_error_of_the_second_run_does_not_hide_the_first(ranks: Any) -> None:
     assert "the loss is" in words
     assert SECOND not in words
     assert lines[0].startswith("first step differs from one process")
+
+
+STRATEGIES = ["ddp_custom", "fsdp_custom", "tp_custom", "pp_custom"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_logged_values_that_no_run_repeats_prove_nothing(ranks: Any, strategy: str) -> None:
+    _, lines = ranks(2).run(fit, LogsCalls, "byte_gpt", strategy, 2, 1)[0]
+    assert re.fullmatch(r"first step equals one process: loss .* gradients; calls: not the same in two runs", lines[-1])
+
+
+def test_what_does_repeat_is_compared_all_the_same(ranks: Any) -> None:
+    words, _ = ranks(2).run(told, LogsCallsOfAnotherLayer, "fsdp_custom")[0]
+    assert "the loss is" in words
+    assert "'calls'" not in words
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loss_that_no_run_repeats_ends_the_fit(ranks: Any, strategy: str) -> None:
+    """Comparing has changed what it reads, so nothing may go on."""
+    words, _ = ranks(2).run(told, ReadsCalls, strategy)[0]
+    assert "In a second run, the loss of the plain copy is another one, too: the step reads and changes" in words

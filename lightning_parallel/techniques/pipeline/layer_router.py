@@ -128,10 +128,11 @@ class LayerRouter:
         """
         self._step, self._part = step, part
         self.position, self._is_open = BEFORE_THE_STACK, True
+        opened = self._checkpoints.opened(lambda: self.position == self.plan.num_layers - 1 or self.is_in_layer)
         passes_more = part.stage is None or self.side_inputs.has_any(step)
         self._mode = SubstitutionMode(self._substitute_outside) if passes_more else None
         try:
-            with self._mode or contextlib.nullcontext(), self._checkpoints.opened(self._calls_no_more):
+            with self._mode or contextlib.nullcontext(), opened:
                 yield
         finally:
             self._is_open, self._part, self._mode = False, StepPart(None), None
@@ -141,9 +142,6 @@ class LayerRouter:
     def is_in_layer(self) -> bool:
         """Whether a layer is running on placeholders at the moment."""
         return self._inferred.is_running
-
-    def _calls_no_more(self) -> bool:
-        return self.position == self.plan.num_layers - 1 or self.is_in_layer
 
     def has(self, name: str) -> bool:
         """Whether a parameter belongs to a layer of the stack."""

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_parallel.module.held_modules import held_modules
-from lightning_parallel.module.held_objects import HeldObjects
 from lightning_parallel.module.hidden_states import hidden_in, with_hidden
+from lightning_parallel.module.kept_state import KeptState
 from lightning_parallel.module.kv_cache import is_cache
-from lightning_parallel.module.object_state import CONTAINERS, Numbers, ObjectState
 from lightning_parallel.module.placeholders import is_placeholder, placeholder_like, placeholders_in_place
 
 _REMEMBERED = 4096
 """Number of results of layers of other stages that are remembered: shapes only, about a kilobyte each."""
-_KEPT_APART = ("_parameters", "_modules")
 
 
 class InferredShapes:
@@ -80,21 +75,11 @@ class InferredShapes:
 @contextlib.contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
     """Leave no trace of a run on `module`: attributes, lists, hooks, buffers, states of metrics."""
-    # Tables of hooks are ordered: Hugging Face installs hooks when outputs are first asked for, and notes it elsewhere.
-    containers = (*CONTAINERS, OrderedDict)
-    children = held_modules(module).values()
-    states = [ObjectState(child, lambda name, _: name not in _KEPT_APART, containers=containers) for child in children]
-    values = [value for state in states for value in state.attributes.before.values()]
-    tensors = [value for value in (*values, *module.buffers()) if isinstance(value, Tensor)]
-    numbers = Numbers(t for t in dict.fromkeys(tensors) if not t.is_meta and not isinstance(t, DTensor))
-    objects = HeldObjects(children)
+    before = KeptState(module)
     try:
         yield
     finally:
-        objects.restore()
-        for state in states:
-            state.restore()
-        numbers.restore()
+        before.restore()
 
 
 def collecting_hooks(module: nn.Module) -> list[Callable[..., Any]]:
