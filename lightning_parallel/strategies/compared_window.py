@@ -23,7 +23,7 @@ from lightning_parallel.strategies.compared_metrics import (
     states_of_metrics,
     synced_differences,
 )
-from lightning_parallel.strategies.plain_step import PlainSteps, StepValues
+from lightning_parallel.strategies.plain_step import PlainSteps, StepValues, dense
 
 
 @dataclass
@@ -223,7 +223,7 @@ class ComparedWindow:
 def whole_gradient(parameter: Tensor) -> Tensor:
     """The whole gradient, on every rank; zeros where there is none. A collective."""
     owners = stage_owners_of(parameter)
-    return whole(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad, owners)
+    return whole(torch.zeros_like(parameter) if parameter.grad is None else dense(parameter.grad), owners)
 
 
 def _is_same(first: Tensor, second: Tensor | None) -> bool:

@@ -208,7 +208,7 @@ class PlainSteps:
 
     def take_gradients(self) -> dict[str, Tensor]:
         """The gradients of the copy, by the first name of each parameter, which has none afterwards."""
-        gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+        gradients = {name: dense(p.grad) for name, p in self.module.named_parameters() if p.grad is not None}
         for parameter in self.module.parameters():
             parameter.grad = None
         return gradients
@@ -292,6 +292,11 @@ class _QuietTrainer:
         if name == "lr_scheduler_configs":
             return [replace(each, scheduler=StillScheduler(each.scheduler)) for each in trainer.lr_scheduler_configs]
         return getattr(trainer, name)
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """The same gradient, where an embedding has made a sparse one."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _equal(first: RandomState, second: RandomState) -> bool:

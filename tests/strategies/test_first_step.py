@@ -31,6 +31,7 @@ from tests.models.faults import (
 )
 from tests.models.losses import OwnGenerator
 from tests.models.tables import MODULES
+from tests.models.unusual import SparseTable
 from tests.models.user_code import Adapted
 from tests.names import num_ranks, num_readers
 from tests.parity import TOLERANCE, make_trainer, once, train_module, worst
@@ -93,6 +94,11 @@ def test_hooks_run_on_the_copy_and_leave_nothing(ranks: Any, name: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp_custom", "fsdp_custom:accumulation_sync=every"])
 def test_hooks_see_each_backward_of_a_window(ranks: Any, strategy: str) -> None:
     _, lines = run(ranks, AnyHooks, "byte_gpt", strategy, accumulate_grad_batches=2)
+    assert lines[0].startswith("first step equals one process")
+
+
+def test_sparse_gradients_are_compared(ranks: Any) -> None:
+    _, lines = run(ranks, SparseTable, "byte_gpt", "ddp_custom", gradient_clip_val=None)
     assert lines[0].startswith("first step equals one process")
 
 
