@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.module.layer_stacks import ModuleStructure, first_names
 from lightning_parallel.module.placeholders import PlaceholderReadError, placeholder_parameter
 from lightning_parallel.ranks.stage_owners import StageOwners
@@ -183,6 +183,12 @@ def _read_outside(name: str) -> str:
     )
 
 
+_GRADIENTS = (
+    "the step takes gradients by itself (torch.autograd.grad) of what layers of the stack return, which other pipeline "
+    "stages compute; take them of what comes after the stack, or give pipeline=1"
+)
+
+
 class _ReadError(Exception):
     """End of a trace at a value that the step reads after the stack, where a real step has one."""
 
@@ -197,6 +203,8 @@ def _reading_ends_it(router: LayerRouter) -> Iterator[None]:
         # After the last layer, a trace only fails because placeholders have no values: what it saw so far is right.
         is_refused = isinstance(error, ConfigurationError) and not isinstance(error, PlaceholderReadError)
         if is_refused or router.position < router.plan.num_layers - 1:
+            # Torch's words for `torch.autograd.grad` of a placeholder, which has no graph.
+            check([_GRADIENTS] if "require grad" in str(error) else [])
             raise
         raise _ReadError from None
 

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -53,11 +54,21 @@ class Penalty(Deep):
         return super().loss(tokens) + 1e-3 * sum(p.square().sum() for p in self.model.blocks.parameters())
 
 
+class TakesGradients(Deep):
+    """Takes a gradient of what a layer returns, within the step."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        hidden = self.model.tokens(tokens).detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.model.blocks[0](hidden).sum(), hidden)
+        return super().loss(tokens) + gradient.mean()
+
+
 def refusal(kind: str, strategy: str, num_ranks: int, batch: int) -> str:
     modules = {
         "conditioned": Conditioned,
         "twice": Twice,
         "skips": Skips,
+        "gradients": TakesGradients,
         "penalty": Penalty,
         **PIPELINE_MODULES,
         **CASES,
@@ -97,6 +108,7 @@ def refusal(kind: str, strategy: str, num_ranks: int, batch: int) -> str:
         ("conditioned", "pp_custom", 4, ["model.blocks.3", "only another pipeline stage", "model.positions.weight"]),
         ("twice", "pp_custom", 4, ["called model.blocks.0 after model.blocks.3"]),
         ("skips", "pp_custom", 4, ["training_step returns NoneType"]),
+        ("gradients", "pp_custom", 4, ["takes gradients by itself (torch.autograd.grad)"]),
         ("penalty", "pp_custom", 4, ["uses model.blocks.0", "outside of the layer that owns it"]),
     ],
 )
