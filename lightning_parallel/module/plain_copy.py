@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel.module.object_state import CONTAINERS
 
-_PLAIN = (bool, int, float, str, type(None), *CONTAINERS)
+_VALUES = (bool, int, float, str, type(None))
+_PLAIN = (*_VALUES, *CONTAINERS)
 
 
 class NotCopyableError(Exception):
@@ -111,7 +113,7 @@ class PlainCopy:
         for path, child in module.named_modules():
             noted = self._noted.get(path, {})
             for name, value in _plain_attributes(child):
-                if name not in noted or (noted[name] is not value and noted[name] != value):
+                if name not in noted or _differs(noted[name], value):
                     vars(twins[id(child)])[name] = copy.deepcopy(value, dict(twins))
 
 
@@ -120,7 +122,24 @@ def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
         if name in ("training", "_parameters", "_buffers", "_modules") or type(value) not in _PLAIN:
             continue
+        if any(isinstance(leaf, nn.Parameter | DTensor) for leaf in _leaves(value)):
+            continue  # such as an LSTM's list of its weights: the copy has its own
         yield name, copy.copy(value) if type(value) in CONTAINERS else value
+
+
+def _differs(first: Any, second: Any) -> bool:
+    """Whether two attributes are different; tensors and objects in containers are, unless they are the same ones."""
+    pairs = list(zip(_leaves(first), _leaves(second), strict=False))
+    if type(first) is not type(second) or len(pairs) != len(_leaves(first)) or len(pairs) != len(_leaves(second)):
+        return True
+    return any(a is not b and not (type(a) is type(b) and type(a) in _VALUES and a == b) for a, b in pairs)
+
+
+def _leaves(value: Any) -> list[Any]:
+    """The keys and entries of nested containers, in order; of sets, in any."""
+    if isinstance(value, dict):
+        return [leaf for item in value.items() for each in item for leaf in _leaves(each)]
+    return [leaf for each in value for leaf in _leaves(each)] if isinstance(value, list | tuple | set) else [value]
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

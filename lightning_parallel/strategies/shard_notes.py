@@ -51,10 +51,15 @@ def _mixed(exception: BaseException, module: nn.Module, units: Sequence[str]) ->
     if _is_in_hook(steps):
         if path and unit is not None:
             return _HOOK.format(in_unit[0])  # the unit is gathered around the call with which the hook has come to it
-        return _READ_IN_HOOK.format(methods[-1]) if methods else _ELSEWHERE.format(line_of_error(exception))
+        return _READ_IN_HOOK.format(methods[-1]) if methods else _ELSEWHERE.format(_place(exception))
     if unit and in_unit[0][:2] != (unit, "forward"):
         return _METHOD.format(in_unit[0], unit)
-    return (_ELSEWHERE if "" in units else _ELSEWHERE_MANUAL).format(line_of_error(exception))
+    return (_ELSEWHERE if "" in units else _ELSEWHERE_MANUAL).format(_place(exception))
+
+
+def _place(exception: BaseException) -> str:
+    line = line_of_error(exception)
+    return f"code at {line}" if line else "the step"  # of an error in backward, no line is known
 
 
 def _steps(exception: BaseException) -> Iterator[TracebackType]:
@@ -101,12 +106,12 @@ _READ_IN_HOOK = (
     "ranks, or use zero1_custom, where parameters stay whole"
 )
 _ELSEWHERE = (
-    "code at {0} reads the parameters of a layer outside of that layer's forward (a penalty over parameters() in the "
+    "{0} reads the parameters of a layer outside of that layer's forward (a penalty over parameters() in the "
     "loss, a layer's weight used elsewhere). Give layers=[], so that all parameters are gathered around the step, or "
     "use zero1_custom, where parameters stay whole"
 )
 _ELSEWHERE_MANUAL = (
-    "code at {0} reads the parameters of a submodule outside of that submodule's forward (a penalty over parameters() "
+    "{0} reads the parameters of a submodule outside of that submodule's forward (a penalty over parameters() "
     "in the loss, a weight used elsewhere). Under manual optimization nothing gathers them around the step: use "
     "zero1_custom, where parameters stay whole"
 )
