@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.module.object_state import CONTAINERS
+from lightning_parallel.module.placeholders import is_placeholder
 
 _VALUES = (bool, int, float, str, type(None))
 _PLAIN = (*_VALUES, *CONTAINERS)
@@ -114,7 +115,10 @@ class PlainCopy:
             noted = self._noted.get(path, {})
             for name, value in _plain_attributes(child):
                 if name not in noted or _differs(noted[name], value):
-                    vars(twins[id(child)])[name] = copy.deepcopy(value, dict(twins))
+                    try:
+                        vars(twins[id(child)])[name] = copy.deepcopy(value, dict(twins))
+                    except Exception as error:
+                        raise NotCopyableError(f"its attribute {name!r} cannot be copied: {error}") from error
 
 
 def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -122,8 +126,8 @@ def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
         if name in ("training", "_parameters", "_buffers", "_modules") or type(value) not in _PLAIN:
             continue
-        if any(isinstance(leaf, nn.Parameter | DTensor) for leaf in _leaves(value)):
-            continue  # such as an LSTM's list of its weights: the copy has its own
+        if any(isinstance(leaf, nn.Parameter | DTensor) or is_placeholder(leaf) for leaf in _leaves(value)):
+            continue  # such as an LSTM's list of its weights, of which the copy has its own, or averages of shards
         yield name, copy.copy(value) if type(value) in CONTAINERS else value
 
 
