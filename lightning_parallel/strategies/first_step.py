@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_parallel import _lightning
 from lightning_parallel.checkpoint.full_state import whole
@@ -48,6 +51,11 @@ if TYPE_CHECKING:
 CHECKS = ("auto", "first_step", "off")
 """Values of the argument `check`."""
 
+_SHARED = (DeviceMesh, dist.ProcessGroup, Dataset, DataLoader, Sampler, LightningDataModule)
+_TABLES = ("datasets", "pandas", "polars", "pyarrow")
+"""Libraries whose objects are data: copies of them could fill the memory of the host."""
+_LARGE = 1 << 24
+"""Bytes from which on an array is data, and no state of a step."""
 _DRAWN = "it draws random numbers (dropout), which ranks that share samples draw for their parts, and differs"
 
 
@@ -90,7 +98,7 @@ class FirstStep:
             return
         reason = unsupported(strategy, is_asked_for=self._check == "first_step")
         if not reason:
-            shared = [trainer, strategy, *_groups_of(module)]
+            shared = [trainer, strategy, *_shared_with(module)]
             try:
                 self._copy = PlainCopy(module, shared=shared, device=strategy.root_device)
             except NotCopyableError as error:
@@ -284,10 +292,19 @@ def _make_ready(plain: LightningModule, strategy: ComparedStrategy) -> None:
         sync.apply(plain)
 
 
-def _groups_of(module: LightningModule) -> list[object]:
-    """Process groups and meshes, of which there are no copies."""
-    found = [value for value in vars(module).values() if isinstance(value, DeviceMesh | dist.ProcessGroup)]
-    return [*found, *(m.process_group for m in module.modules() if getattr(m, "process_group", None) is not None)]
+def _shared_with(module: LightningModule) -> list[object]:
+    """Objects that a copy of `module` shares with it: data, and process groups and meshes, which have no copies."""
+    found: list[object] = [m.process_group for m in module.modules() if getattr(m, "process_group", None) is not None]
+    for value in chain.from_iterable(vars(child).values() for child in module.modules()):
+        entries = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+        found += [entry for entry in entries if isinstance(entry, _SHARED) or _is_data(entry)]
+    return found
+
+
+def _is_data(value: object) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.nbytes > _LARGE
+    return type(value).__module__.partition(".")[0] in _TABLES
 
 
 def _where(again: SecondRun | None, differences: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parallel import build_strategy
 from lightning_parallel.callbacks.trials import isolated
@@ -17,6 +18,7 @@ from lightning_parallel.module.differences import Tolerance, gradient_difference
 from lightning_parallel.module.layer_check import LayerCheck
 from tests.data import batches
 from tests.jobs.first_steps import compared, ends_before_an_update, fit, said
+from tests.models.cases import ByteGPT
 from tests.models.faults import (
     AnyHooks,
     CannotBeCopiedOnRank0,
@@ -99,6 +101,25 @@ def test_hooks_see_each_backward_of_a_window(ranks: Any, strategy: str) -> None:
 
 def test_sparse_gradients_are_compared(ranks: Any) -> None:
     _, lines = run(ranks, SparseTable, "byte_gpt", "ddp_custom", gradient_clip_val=None)
+    assert lines[0].startswith("first step equals one process")
+
+
+class HoldsData(ByteGPT):
+    """Datasets in attributes, which would fill the memory if each rank copied them."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.train_data, self.others = NeverCopied(torch.zeros(1)), [NeverCopied(torch.zeros(1))]
+        self.loaders = {"train": DataLoader(self.train_data)}
+
+
+class NeverCopied(TensorDataset):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("a dataset is not copied")
+
+
+def test_data_is_not_copied(ranks: Any) -> None:
+    _, lines = run(ranks, HoldsData, "byte_gpt", "fsdp_custom")
     assert lines[0].startswith("first step equals one process")
 
 
