@@ -169,7 +169,7 @@ def parallelize(
         _shard(module, shards, policies, mesh, device, init)
         if cut is None:  # a pipeline gathers around each microbatch instead
             gather_in_steps(module, shards.units, policies.step_methods)
-            gather_around_parts(module, shards.units)
+            gather_around_parts(module, shards.units, except_in=_opaque_layers(structure, policies, mesh))
         for method in policies.forward_methods:
             gather_in_method(module, shards.units, method)
         if cut is not None:
@@ -181,6 +181,11 @@ def parallelize(
         current.__dict__.update(vars(own))  # marks that code reads, such as `parameter.no_weight_decay`
     module.__dict__[_KEY] = result
     return result
+
+
+def _opaque_layers(structure: ModuleStructure, policies: Policies, mesh: Mesh) -> tuple[str, ...]:
+    """Layers in which the attention that ranks share would not be found, if the compiler saw what gathers parts."""
+    return structure.layers if mesh.context_group is not None and policies.layer.compile != "none" else ()
 
 
 def _split(

@@ -34,7 +34,7 @@ def gather_in_steps(module: nn.Module, units: Sequence[str], step_methods: Seque
             _torch.fsdp.gather_around(unit, method, unit, takes_batch=method in step_methods)
 
 
-def gather_around_parts(module: nn.Module, units: Sequence[str]) -> None:
+def gather_around_parts(module: nn.Module, units: Sequence[str], *, except_in: Sequence[str] = ()) -> None:
     """Gather the parameters of a unit around the forward of a module inside of it that is called from outside of it.
 
     What is called from inside passes by, as the unit has gathered them. Steps gather the parameters of the root, so its
@@ -43,8 +43,10 @@ def gather_around_parts(module: nn.Module, units: Sequence[str]) -> None:
     Args:
         module: The sharded module.
         units: Paths of its units.
+        except_in: Paths of modules whose parts are left alone.
     """
-    inside = {path: owner_of(path, units) for path, _ in module.named_modules() if path not in units}
+    parts = [path for path, _ in module.named_modules() if path not in units and owner_of(path, except_in) is None]
+    inside = {path: owner_of(path, units) for path in parts}
     for path, owner in inside.items():
         if owner is not None and owner != _ROOT:
             part = module.get_submodule(path)
