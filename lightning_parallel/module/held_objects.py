@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -55,6 +55,20 @@ class HeldObjects:
         """Whether a generator is in another state than before."""
         now = [state() for state, _ in self._generators]
         return any(_comparable(a) != _comparable(b) for a, (_, b) in zip(now, self._before, strict=True))
+
+
+def stateful_objects(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Objects of the user's classes among the attributes of modules themselves, by path.
+
+    Args:
+        modules: Path -> module.
+    """
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in modules.items()
+        for name, value in vars(module).items()
+        if _has_state(value)
+    }
 
 
 def _values(module: nn.Module) -> Iterator[Any]:

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_parallel.module.held_objects import stateful_objects
 from lightning_parallel.module.placeholders import placeholders_in
 
-_NUMBERS = (bool, int, float)
+_VALUES = (bool, int, float, str, type(None))
 _LISTS = (list, dict, set)
+_OF_TORCH = frozenset(vars(nn.Module()))
+_MOST_ENTRIES = 4096
+"""Entries of a list or dict that are looked at one by one; of longer ones, only the number."""
 _MOST = 1 << 20
 """Numbers that are sent from one stage to the others after a step; more of them are data."""
 
 
+class News(NamedTuple):
+    """The contents of an attribute, or the entries of a list from a place on."""
+
+    value: Any
+    begin: int = 0
+
+
 class WrittenState:
-    """Notes what modules hold, to say later what has been written since.
+    """Notes what modules, and objects of the user's that they hold, have in attributes, to say later what has changed.
 
     A tensor of several elements that replaces another one is no such state: it is that of the last call, however many
-    there were before. Names that begin with an underscore belong to frameworks, except those of buffers.
+    there were before.
 
     Args:
         modules: Path -> module.
+        ignored: Names of attributes that a framework keeps for itself, besides those of `nn.Module`.
 
     Example:
         >>> state = WrittenState({"head": spectral_norm(nn.Linear(4, 4))})
@@ -33,8 +45,9 @@ class WrittenState:
         ['head.parametrizations.weight.0._u', 'head.parametrizations.weight.0._v']
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = dict(modules)
+    def __init__(self, modules: Mapping[str, nn.Module], ignored: Collection[str] = ()) -> None:
+        self._ignored = _OF_TORCH.union(ignored)
+        self._holders: dict[str, Any] = {**modules, **stateful_objects(modules)}
         self._before = dict(self._values())
         self._marks = {name: _mark(value) for name, value in self._before.items()}
 
@@ -43,58 +56,72 @@ class WrittenState:
         now = dict(self._values())
         return [name for name in self._before if name in now and self._is_changed(name, now[name])]
 
-    def news(self) -> dict[str, Any]:
+    def news(self) -> dict[str, News]:
         """Contents of attributes that have changed, for `follow` of the same modules elsewhere; without buffers.
 
-        Only numbers, text and tensors, alone or in containers; tensors in host memory. Of a list that has grown, the
-        new entries. What is too large for the state of a step is left out.
+        Only numbers, text and tensors, alone or in containers; tensors in host memory. What is too large for the state
+        of a step is left out.
         """
-        buffers = {f"{path}.{name}" if path else name for path, m in self._modules.items() for name in m._buffers}
+        modules = [(path, holder) for path, holder in self._holders.items() if isinstance(holder, nn.Module)]
+        buffers = {_joined(path, name) for path, module in modules for name in module._buffers}
         now = dict(self._values())
         found = {}
         for name in self.changed():
-            begun = self._marks[name] if isinstance(now[name], list) and name in self._marks else 0
-            value = now[name][begun:] if isinstance(now[name], list) else now[name]
-            if name not in buffers and _is_plain(value):
-                found[name] = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
+            if name not in buffers:
+                value = now[name]
+                begin = self._begin_of_new(name, value) if isinstance(value, list) else 0
+                value = value[begin:] if begin else value
+                if _is_plain(value):
+                    found[name] = News(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value), begin)
         return found
 
-    def follow(self, news: Mapping[str, Any], device: torch.device) -> None:
+    def follow(self, news: Mapping[str, News], device: torch.device) -> None:
         """Let attributes hold what they hold elsewhere.
 
         Args:
             news: From `news`.
             device: Where tensors are wanted.
         """
-        for name, value in tree_map_only(Tensor, lambda tensor: tensor.to(device), dict(news)).items():
+        for name, (value, begin) in news.items():
+            value = tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
             path, _, attribute = name.rpartition(".")
-            own = vars(self._modules[path]).get(attribute)
+            own = vars(self._holders[path]).get(attribute)
             if isinstance(own, list) and isinstance(value, list):
-                own[self._marks[name] :] = value
+                own[begin:] = value
             elif isinstance(own, dict | set):
                 own.clear()
                 own.update(value)
             else:
-                setattr(self._modules[path], attribute, value)
+                setattr(self._holders[path], attribute, value)
 
     def _is_changed(self, name: str, value: Any) -> bool:
         before = self._before[name]
-        if isinstance(value, Tensor) and isinstance(before, Tensor) and value is not before:
+        if isinstance(value, Tensor) and value is not before:
             return value.numel() == 1
-        return bool(_mark(value) != self._marks[name])
+        return not _is_same(_mark(value), self._marks[name])
+
+    def _begin_of_new(self, name: str, value: list[Any]) -> int:
+        """The number of entries that were there before, where others have only been added behind them."""
+        mark = self._marks[name]
+        before = mark if isinstance(mark, list) else value[:mark] if isinstance(mark, int) else []
+        return len(before) if _is_same(_mark(value[: len(before)]), mark) else 0
 
     def _values(self) -> Iterator[tuple[str, Any]]:
-        for path, module in self._modules.items():
-            begin = f"{path}." if path else ""
-            yield from ((f"{begin}{name}", buffer) for name, buffer in module.named_buffers(recurse=False))
-            for name, value in vars(module).items():
-                if not name.startswith("_") and name != "training" and isinstance(value, (*_NUMBERS, *_LISTS, Tensor)):
-                    yield f"{begin}{name}", value
+        for path, holder in self._holders.items():
+            if isinstance(holder, nn.Module):
+                yield from ((_joined(path, name), buffer) for name, buffer in holder.named_buffers(recurse=False))
+            for name, value in vars(holder).items():
+                if name not in self._ignored and isinstance(value, (*_VALUES, *_LISTS, Tensor)):
+                    yield _joined(path, name), value
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _is_plain(value: Any) -> bool:
     leaves = tree_leaves(list(value) if isinstance(value, set) else value)
-    if len(leaves) > _MOST or not all(isinstance(leaf, (*_NUMBERS, str, Tensor)) for leaf in leaves):
+    if len(leaves) > _MOST or not all(isinstance(leaf, (*_VALUES, Tensor)) for leaf in leaves):
         return False
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return not placeholders_in(tensors) and sum(tensor.numel() for tensor in tensors) <= _MOST
@@ -104,4 +131,18 @@ def _mark(value: Any) -> Any:
     """Something that is another one once `value` has been written into."""
     if isinstance(value, Tensor):
         return None if value.is_inference() else value._version
-    return len(value) if isinstance(value, _LISTS) else value
+    if not isinstance(value, _LISTS):
+        return value
+    if len(value) > _MOST_ENTRIES:
+        return len(value)
+    entries = [each for item in value.items() for each in item] if isinstance(value, dict) else list(value)
+    return [(each, _mark(each)) if isinstance(each, (Tensor, *_LISTS)) else each for each in entries]
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Whether two marks are; tensors and objects in them are if they are the same ones."""
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_is_same, first, second))
+    if first is second:
+        return True
+    return type(first) is type(second) and isinstance(first, _VALUES) and bool(first == second)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_parallel.checkpoint.full_state import whole
 from lightning_parallel.module.differences import Tolerance, first_of, gradient_differences, value_difference
+from lightning_parallel.ranks.random_streams import RandomState
 from lightning_parallel.ranks.stage_owners import stage_owners_of
 from lightning_parallel.strategies.compared_metrics import (
     MetricStates,
@@ -33,10 +34,12 @@ class ComparedWindow:
     Args:
         plain: The steps of the copy.
         tolerance: How far the two may be apart.
+        state: The random state with which the last step began.
     """
 
     plain: PlainSteps
     tolerance: Tolerance
+    state: RandomState | None = None
     num_backwards: int = 0
     num_gradients: int = 0
     ours: StepValues = field(default_factory=StepValues)
@@ -66,6 +69,11 @@ class ComparedWindow:
             self.losses = float(loss), float(expected)
         found += self._log_differences(ours, self.expected)
         return found + metric_differences(ours.metrics, self.expected.metrics, self.tolerance)
+
+    def run_again(self, watching: contextlib.AbstractContextManager[object] | None = None) -> StepValues:
+        """The values of the copy's last step, when it runs again."""
+        assert self.state is not None
+        return self.plain.run_again(self.state, watching)
 
     def unsteady(self, again: StepValues) -> list[str]:
         """Names of logged values that the copy's step does not give twice.

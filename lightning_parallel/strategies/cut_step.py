@@ -6,9 +6,10 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
@@ -35,8 +36,8 @@ from lightning_parallel.techniques.pipeline.shape_inference import unchanged
 from lightning_parallel.techniques.pipeline.stage_buffers import StageBuffers
 from lightning_parallel.techniques.pipeline.step_losses import StepLosses
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+_OF_LIGHTNING = frozenset(vars(LightningModule()))
+"""Attributes that Lightning keeps for itself."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,8 @@ class CutStep:
     def state_outside_of_layers(self) -> WrittenState:
         """Note what modules outside of the layers hold, without metrics, which count microbatches as they are."""
         outside = _outside(self._module, self._cut.router.has)
-        return WrittenState({path: child for path, child in outside.items() if not isinstance(child, Metric)})
+        modules = {path: child for path, child in outside.items() if not isinstance(child, Metric)}
+        return WrittenState(modules, ignored=_OF_LIGHTNING)
 
     def execution(
         self,

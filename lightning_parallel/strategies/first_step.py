@@ -35,6 +35,7 @@ from lightning_parallel.strategies.compared_strategy import (
     in_words,
     is_reference,
     layers_with_parts,
+    of_all_ranks,
     shares_samples,
     tolerance_of,
     unsupported,
@@ -43,7 +44,7 @@ from lightning_parallel.strategies.compared_window import ComparedWindow
 from lightning_parallel.strategies.manual_window import ManualWindow
 from lightning_parallel.strategies.module_device import set_module_device
 from lightning_parallel.strategies.plain_step import PlainSteps, StepValues
-from lightning_parallel.strategies.second_run import SecondRun, of_all_ranks
+from lightning_parallel.strategies.second_run import SecondRun
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -138,7 +139,7 @@ class FirstStep:
             return step(*args, **kwargs)
         assert self._window is not None
         window, strategy, values = self._window, self._strategy, StepValues()
-        window.ours, state = values, RandomState.take(strategy.root_device)
+        window.ours, window.state = values, RandomState.take(strategy.root_device)
         with values.of(strategy.module, passes_on=True):
             output = step(*args, **kwargs)
         values.take_loss(output)
@@ -146,9 +147,7 @@ class FirstStep:
         if isinstance(window, ManualWindow):
             self._end_manual(window)
             return output
-        again = SecondRun(
-            step=step, args=args, kwargs=kwargs, window=window, state=state, strategy=strategy, layers=self._layers
-        )
+        again = SecondRun(step=step, args=args, kwargs=kwargs, window=window, strategy=strategy, layers=self._layers)
         self._decide(window.value_differences(values), again)
         return output
 
@@ -164,7 +163,7 @@ class FirstStep:
         if not self._strategy.reduce_boolean_decision(not window.has_missed_update):
             self._leave("the step updates through optimizers that Lightning has not wrapped")
             return
-        self._decide(window.value_differences(window.ours))
+        self._decide(window.steady_differences())
 
     def _leave(self, reason: str) -> None:
         self.end()

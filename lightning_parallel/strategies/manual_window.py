@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parallel.module.differences import value_difference
+from lightning_parallel.strategies.compared_strategy import of_all_ranks
 from lightning_parallel.strategies.compared_window import ComparedWindow, number_in_words, whole_gradient
 from lightning_parallel.strategies.plain_step import StepValues
 
@@ -76,6 +77,15 @@ class ManualWindow(ComparedWindow):
                 self.losses = float(loss), float(expected)
         return found
 
+    def steady_differences(self) -> list[str]:
+        """Differences, without logged values that the copy's step does not give twice. A collective of all ranks."""
+        names: list[str] = []
+        if any(of_all_ranks(self.value_differences(self.ours))):
+            with contextlib.suppress(Exception):  # of the user's code: then everything counts
+                names = self.unsteady(self.run_again())
+            self.leave_out({name for each in of_all_ranks(names) for name in each})
+        return self.value_differences(self.ours)
+
     @override
     def update_differences(self, group: dist.ProcessGroup | None) -> list[str]:
         self.ours.take_metrics(self.plain.originals)
@@ -83,7 +93,7 @@ class ManualWindow(ComparedWindow):
         self._gradients = {name: gradient * self._factors[-1] for name, gradient in self._pending.items()}
         expected = self.averaged(group)  # on all ranks, also if this one has nothing to compare
         found = [] if self.expected.updates else ["the step updates parameters, and that of one process does not"]
-        found += self.value_differences(self.ours)
+        found += self.steady_differences()
         if self._noted is not None and self._is_one_sum:
             self.num_gradients = len(expected)
             found += self.gradient_differences(self._noted, expected)

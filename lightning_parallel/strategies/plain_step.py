@@ -182,14 +182,20 @@ class PlainSteps:
             state: The random state before it.
             watching: A context in which it runs.
         """
-        now = RandomState.take(self._device)
+        now, gradients = RandomState.take(self._device), [(p, p.grad) for p in self.module.parameters()]
         self._before.restore()
         state.restore(self._device)
+        if self._optimizers is not None:
+            self._optimizers.begin()
+        for parameter, gradient in gradients:  # a step that optimizes by itself goes backward, too
+            parameter.grad = None if gradient is None else gradient.clone()
         try:
             with watching or contextlib.nullcontext():
                 return self.run_forward(*self._given)
         finally:
             now.restore(self._device)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
     def _forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[StepValues, Tensor | None]:
         values, before, output = StepValues(), RandomState.take(self._device), None

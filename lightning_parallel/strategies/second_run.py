@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_parallel.module.differences import value_difference
 from lightning_parallel.module.output_sketches import OutputSketches, first_difference
-from lightning_parallel.ranks.random_streams import RandomState
-from lightning_parallel.strategies.compared_strategy import ComparedStrategy
+from lightning_parallel.strategies.compared_strategy import ComparedStrategy, of_all_ranks
 from lightning_parallel.strategies.compared_window import ComparedWindow
 from lightning_parallel.strategies.plain_step import StepValues
 
@@ -26,7 +24,6 @@ class SecondRun:
         args: Its arguments.
         kwargs: As `args`.
         window: The values of the first run, of the module and of its copy.
-        state: The random state before it.
         strategy: The strategy.
         layers: Paths of layers inside of which ranks have parts of values.
     """
@@ -35,7 +32,6 @@ class SecondRun:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     window: ComparedWindow
-    state: RandomState
     strategy: ComparedStrategy
     layers: Collection[str]
 
@@ -50,7 +46,7 @@ class SecondRun:
         window, hint = self.window, ""
         unsteady: list[str] = []
         try:
-            values = window.plain.run_again(self.state)
+            values = window.run_again()
         except Exception as error:  # of the user's code
             hint = f"the plain copy raised {type(error).__name__}: {error}"
         else:
@@ -82,21 +78,13 @@ class SecondRun:
         window, device, values = self.window, self.strategy.root_device, StepValues()
         plain, tolerance = window.plain, window.tolerance
         own, theirs = OutputSketches(plain.originals, self.layers), OutputSketches(plain.module, self.layers)
-        self.state.restore(device)
+        assert window.state is not None
+        window.state.restore(device)
         # Compiled code calls no hooks inside of layers.
         with own.taken(), values.of(plain.originals, passes_on=False), torch.compiler.set_stance("force_eager"):
             values.take_loss(self.step(*self.args, **self.kwargs))
-        repeated = plain.run_again(self.state, theirs.taken())
+        repeated = window.run_again(theirs.taken())
         pairs = [(values.loss, window.ours.loss), (repeated.loss, window.expected.loss)]
         if not all(value_difference(*pair) <= tolerance.value for pair in pairs):
             return None
         return own.verdicts(theirs, tolerance)
-
-
-def of_all_ranks(own: Any) -> list[Any]:
-    """Gather the value of each rank. A collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [own]
-    found = [own] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found

@@ -303,3 +303,12 @@ class ManualStep(OtherLayer):
     def configure_optimizers(self) -> Any:
         optimizer = optimizer_of(self.optimizer_name, self.parameters())
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class ManualLogsCalls(ManualStep):
+    """Logs how often it was called, as it would log the time."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        CALLS.append(1.0)
+        self.log("calls", float(len(CALLS)))
+        return super().training_step(batch, batch_idx)

@@ -45,6 +45,32 @@ class CountsSamples(ByteGPT):
         return loss * (1 + self.num_samples / 100)
 
 
+class CountsInATable(ByteGPT):
+    """Counts steps in a dict, which stays as long as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"steps": 0}
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        self.counts["steps"] += 1
+        return super().loss(tokens) * (1 + 0.1 * self.counts["steps"])
+
+
+class RemembersLosses(ByteGPT):
+    """Keeps the last two losses, in a list under a name of its own, and weights the next one with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recent: list[float] = []
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        loss = super().loss(tokens)
+        factor = 1 + 0.1 * sum(self._recent)
+        self._recent = [*self._recent, loss.item()][-2:]
+        return loss * factor
+
+
 class GrowsWarmer(ByteGPT):
     """Scales the hidden states before the stack with the number of calls."""
 
@@ -74,11 +100,22 @@ class WithCenter(ByteGPT):
         return next_token_loss(logits - self.center, tokens)
 
 
+class Meter:
+    """A mean, as many examples have it."""
+
+    def __init__(self) -> None:
+        self.sum, self.count = 0.0, 0
+
+    def update(self, value: float, number: int) -> None:
+        self.sum, self.count = self.sum + value * number, self.count + number
+
+
 class CollectsOutputs(ByteGPT):
     """Lightning's own way to see all outputs of an epoch: a list, which the end of the epoch reads and clears."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.meter = Meter()
         self.training_step_outputs: list[Tensor] = []
         self.validation_step_outputs: list[dict[str, Tensor]] = []
         self.means: list[float] = []
@@ -86,10 +123,11 @@ class CollectsOutputs(ByteGPT):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.training_step_outputs.append(loss.detach())
+        self.meter.update(loss.item(), len(batch[0]))
         return loss
 
     def on_train_epoch_end(self) -> None:
-        self.means.append(torch.stack(self.training_step_outputs).mean().item())
+        self.means += [torch.stack(self.training_step_outputs).mean().item(), self.meter.sum / self.meter.count]
         self.training_step_outputs.clear()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -118,6 +156,8 @@ KEEPING: dict[str, type[nn.Module]] = {
     "spectral norm": WithSpectralNorm,
     "steps": CountsSteps,
     "samples": CountsSamples,
+    "table": CountsInATable,
+    "losses": RemembersLosses,
     "calls": GrowsWarmer,
     "center": WithCenter,
 }

@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_parallel.module.written_state import WrittenState
+from lightning_parallel.module.written_state import News, WrittenState
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.sum = 0.0
 
 
 class Holder(nn.Module):
@@ -16,7 +21,8 @@ class Holder(nn.Module):
         self.outputs: list[torch.Tensor] = [torch.ones(1)]
         self.table = {"a": 1}
         self.anything = object()
-        self._private = 0
+        self._own, self.recent, self.cached = 0, [1.0, 2.0], None
+        self.meter = Meter()
 
 
 def test_what_is_written_is_named() -> None:
@@ -27,9 +33,13 @@ def test_what_is_written_is_named() -> None:
     holder.count += 1
     holder.total = holder.total + 1
     holder.outputs.append(torch.zeros(1))
-    holder._private += 1
+    holder._own += 1
+    holder.table["a"] = 2
+    holder.recent[:] = [2.0, 3.0]
+    holder.meter.sum += 1.0
+    holder.cached = torch.ones(3)
     holder.last = torch.ones(3)  # that of the last call, and no sum of all
-    assert sorted(state.changed()) == ["count", "mean", "outputs", "total"]
+    assert sorted(state.changed()) == ["_own", "count", "mean", "meter.sum", "outputs", "recent", "table", "total"]
 
 
 def test_others_follow() -> None:
@@ -39,10 +49,13 @@ def test_others_follow() -> None:
     holder.mean.add_(1)
     holder.outputs.append(torch.full((1,), 7.0))
     holder.table["b"] = 2
+    holder.recent[:] = [2.0, 3.0]
+    holder.meter.sum = 4.0
     other.outputs.append(torch.zeros(1))  # of its own part of the step
     follower.follow(state.news(), torch.device("cpu"))
     assert (other.count, other.total, other.table) == (5, torch.tensor(2.0), {"a": 1, "b": 2})
     assert [float(value) for value in other.outputs] == [1.0, 7.0]
+    assert (other.recent, other.meter.sum) == ([2.0, 3.0], 4.0)
     assert other.mean.sum() == 0  # buffers are sent by themselves
 
 
@@ -51,4 +64,4 @@ def test_what_cannot_be_sent_is_left_out() -> None:
     state = WrittenState({"": holder})
     holder.outputs.append(object())  # type: ignore[arg-type]
     holder.count += 1
-    assert state.news() == {"count": 1}
+    assert state.news() == {"count": News(1)}
