@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import _torch
+from lightning_parallel.module.unit_order import UnitOrder
 from lightning_parallel.parallelize import Parallelized
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.lock_step import PredictionLockStep
@@ -51,6 +52,9 @@ class StepHooks:
         """
         if self._policies.offload == "optimizer":
             self._on_optimizers += [OffloadedState(optimizer) for optimizer in optimizers]
+
+    def check_calls(self) -> None:
+        """Refuse a step in which ranks that share parameters have called different units. A collective."""
 
     def state_was_loaded(self) -> None:
         """Move optimizer state that a checkpoint put on the device back to host memory, if it is offloaded."""
@@ -139,7 +143,9 @@ class Steps(StepHooks):
         # and a reduction needs all ranks. On one rank it matters only where gradients are kept in a wider dtype.
         has_zeros = stage.size() > 1 or policies.sharding_dtypes.reduce is not None
         # The zeros of parameters that no rank used are removed after backward. An update in backward comes before that.
-        self._unused = UnusedParameters(units if has_zeros and not policies.optimizer_in_backward else [], stage)
+        self.order = UnitOrder(dict(zip(parallelized.sharding.units, units, strict=True)), stage)
+        watched = units if has_zeros and not policies.optimizer_in_backward else []
+        self._unused = UnusedParameters(watched, stage, self.order)
         self._reduction = GradientReduction(
             units,
             mode=policies.accumulation_sync,
@@ -170,12 +176,17 @@ class Steps(StepHooks):
         It gives every rank the buffers of rank 0, or of the first rank of its stage, and forgets the sequence lengths
         of the last step.
         """
+        self.order.begin()
         for lengths in self._lengths:
             lengths.forget()
         if self._has_buffers:
             # Ranks of different stages have different buffers, so only those of one stage can agree on them.
             is_cut = self._mesh.pipeline_group is not None
             synchronize_buffers(self._module, self._mesh.gradient_group if is_cut else None)
+
+    @override
+    def check_calls(self) -> None:
+        self.order.check_now()
 
     def free_gathered(self) -> None:
         """Free parameters that a step left gathered, so that hooks which read or write parameters find the shards."""

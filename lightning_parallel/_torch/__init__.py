@@ -12,6 +12,7 @@ from lightning_parallel._torch import (
     groups,
     host_reads,
     loaders,
+    mixed_lists,
     modes,
     modules,
     part_operations,
@@ -19,6 +20,7 @@ from lightning_parallel._torch import (
     schedules,
     tensors,
     unit_classes,
+    unit_parameters,
 )
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "groups",
     "host_reads",
     "loaders",
+    "mixed_lists",
     "modes",
     "modules",
     "part_operations",
@@ -36,4 +39,5 @@ __all__ = [
     "schedules",
     "tensors",
     "unit_classes",
+    "unit_parameters",
 ]

@@ -14,6 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel._torch.unit_parameters import gathered_parameters, parameter_groups
+
 _WIDENS_APART = not isinstance(vars(FSDPParam).get("unsharded_accumulated_grad"), property)
 """Whether unreduced gradients are summed, in the reduce dtype, in a tensor of their own.
 
@@ -57,7 +59,7 @@ def leave_forward(unit: nn.Module) -> None:
         # A backward that fails leaves its final callback queued, and no later one would reduce the root's gradients.
         context.post_backward_final_callback_queued = False
         context.iter_forward_root = None
-        for group in _parameter_groups(unit):
+        for group in parameter_groups(unit):
             group._post_forward_indices.clear()
         unit.reshard()
 
@@ -66,7 +68,7 @@ def abandon_step(unit: nn.Module) -> None:
     """Bring a unit whose step ended in an error back to its shards, and drop its unreduced gradients."""
     leave_forward(unit)
     if isinstance(unit, FSDPModule):
-        for group in _parameter_groups(unit):
+        for group in parameter_groups(unit):
             _drop_held(group, group.fsdp_params)
 
 
@@ -80,7 +82,7 @@ def drop_held_gradients(unit: nn.Module, parameters: Collection[Tensor]) -> None
         parameters: Shards of the parameters whose gradients are dropped.
     """
     assert isinstance(unit, FSDPModule)
-    for group in _parameter_groups(unit):
+    for group in parameter_groups(unit):
         _drop_held(group, [parameter for parameter in group.fsdp_params if parameter.sharded_param in parameters])
 
 
@@ -113,7 +115,7 @@ def can_hold_gradients(unit: nn.Module) -> bool:
         return True
     return all(
         parameter.reduce_dtype is None or hasattr(parameter, "_unsharded_param")
-        for group in _parameter_groups(unit)
+        for group in parameter_groups(unit)
         for parameter in group.fsdp_params
     )
 
@@ -127,7 +129,7 @@ def holds_gradients(unit: nn.Module) -> bool:
     return any(
         group._partial_reduce_output is not None
         or any(_waiting_gradient(parameter) is not None for parameter in group.fsdp_params)
-        for group in _parameter_groups(unit)
+        for group in parameter_groups(unit)
     )
 
 
@@ -139,7 +141,7 @@ def even_out_held_gradients(unit: nn.Module) -> None:
     2.15 gradients of several dtypes are reduced together, and there is nothing to do.
     """
     assert isinstance(unit, FSDPModule)
-    for group in _parameter_groups(unit) if _WIDENS_APART else ():
+    for group in parameter_groups(unit) if _WIDENS_APART else ():
         if any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params):
             for parameter in group.fsdp_params:
                 whole = parameter._unsharded_param
@@ -155,7 +157,7 @@ def reduce_held_gradients(unit: nn.Module) -> None:
     `FSDPModule.finalize_backward`, expects a root that never reduces in a backward, and no averaging over copies.
     """
     assert isinstance(unit, FSDPModule)
-    for group in _parameter_groups(unit):
+    for group in parameter_groups(unit):
         for parameter in group.fsdp_params:
             # The gathered form remembers whether the parameter was trainable when it was last gathered; the user may
             # have frozen or thawed it since.
@@ -175,7 +177,7 @@ def whole_gradient_bytes(unit: nn.Module) -> int:
     """
     assert isinstance(unit, FSDPModule)
     total = 0
-    for group in _parameter_groups(unit):
+    for group in parameter_groups(unit):
         for parameter in group.fsdp_params:
             if parameter.sharded_param.requires_grad:
                 waits_in = parameter.param_dtype if _WIDENS_APART else parameter.unsharded_grad_dtype
@@ -187,16 +189,8 @@ def whole_gradient_bytes(unit: nn.Module) -> int:
 def _make_idle(unit: FSDPModule) -> None:
     state = unit._get_fsdp_state()
     idle = type(state._training_state).IDLE
-    for part in (state, *_parameter_groups(unit)):
+    for part in (state, *parameter_groups(unit)):
         part._training_state = idle
-
-
-def _parameter_groups(unit: FSDPModule) -> list[Any]:
-    """`FSDPState._fsdp_param_groups`, since 2.13, and `_fsdp_param_group` before; no public spelling."""
-    state = unit._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def forget_sharding(module: nn.Module) -> None:
@@ -261,24 +255,18 @@ CAN_REDUCE_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """Whether torch itself reduces zeros in the place of missing gradients: since 2.13."""
 
 
-def reduce_unused_parameters(unit: nn.Module) -> bool:
+def reduce_unused_parameters(unit: FSDPModule) -> None:
     """Let ranks that did not use a parameter of `unit` in a step take part in its reduction, with zeros.
 
     `FSDPModule.set_reduce_scatter_unused_params`, since 2.13. Before, nothing can be set, and such a step would hang:
     `FSDPParamGroup.post_backward`, since 2.4, finds zeros.
-
-    Returns:
-        Whether `unit` is sharded.
     """
-    if not isinstance(unit, FSDPModule):
-        return False
     if CAN_REDUCE_UNUSED:
         unit.set_reduce_scatter_unused_params(True, recurse=False)
     else:
-        for group in _parameter_groups(unit):
+        for group in parameter_groups(unit):
             if "post_backward" not in vars(group):
                 group.post_backward = functools.partial(_reduce_with_zeros, group, group.post_backward)
-    return True
 
 
 def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *args: Any) -> None:
@@ -294,18 +282,6 @@ def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *args: An
             else:
                 whole.grad = torch.zeros_like(whole)
     post_backward(*args)
-
-
-def gathered_parameters(unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of a parameter's shard and its gathered form, for those of `unit` that were gathered before.
-
-    `FSDPParam._unsharded_param`, since 2.4; no public spelling.
-    """
-    assert isinstance(unit, FSDPModule)
-    for group in _parameter_groups(unit):
-        for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):
-                yield parameter.sharded_param, parameter._unsharded_param
 
 
 @contextlib.contextmanager

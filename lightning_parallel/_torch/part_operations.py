@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, _dispatch, _redistribut
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel._torch.host_reads import is_whole, reader_of, reader_on
+from lightning_parallel._torch.mixed_lists import as_torch_has_it, take_mixed_lists
 from lightning_parallel._torch.tensors import operations
 
 Handler = Callable[[Any, Any, Any], Any]
@@ -53,6 +54,7 @@ def ask_readers(part: Callable[..., Tensor]) -> None:
     handlers.update({operation: _gathering(handlers[operation]) for operation in _GATHERING & handlers.keys()})
     drawing = {operation for operation in _DRAWING if not any(each.is_out for each in operation._schema.arguments)}
     handlers.update(dict.fromkeys(drawing, functools.partial(_drawn, part)))
+    take_mixed_lists()
 
 
 def _meet(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Any) -> None:
@@ -63,22 +65,12 @@ def _meet(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Any) -> None:
         reader.meet(mesh, placements, f"{tuple(shape)} {local.dtype}")
 
 
-def _as_torch_has_it(operation: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation without its handler here."""
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(operation)
-    try:
-        return operation(*args, **kwargs)
-    finally:
-        handlers[operation] = handler
-
-
 def _equal(operation: Any, args: Any, kwargs: Any) -> Any:
     """`torch.equal` of whole values: torch itself asks all ranks of the process, whoever has a part."""
     parts = [value for value in args if isinstance(value, DTensor)]
     readers = [reader_of(value) for value in parts]
     if len(parts) != 2 or None in readers or all(map(is_whole, parts)):
-        return _as_torch_has_it(operation, args, kwargs)
+        return as_torch_has_it(operation, args, kwargs)
     assert readers[0] is not None
     return torch.equal(readers[0].whole(args[0], "torch.equal"), readers[0].whole(args[1], "torch.equal"))
 
@@ -101,7 +93,7 @@ def _drawn(part: Callable[..., Tensor], operation: Any, args: Any, kwargs: Any) 
     tensor: DTensor = args[0]
     reader = reader_of(tensor)
     if reader is None or is_whole(tensor) or tensor.device.type != "cpu" or not reader.is_asked():
-        return _as_torch_has_it(operation, args, kwargs)
+        return as_torch_has_it(operation, args, kwargs)
     name = operation.overloadpacket.__name__
     others = tree_map_only(DTensor, lambda value: reader.whole(value, name), args[1:])
     is_of_values = operation in _OF_VALUES

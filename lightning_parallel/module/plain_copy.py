@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ class PlainCopy:
             self._copy: nn.Module = copy.deepcopy(module, memo)
         except Exception as error:
             raise NotCopyableError(f"it cannot be copied: {type(error).__name__}: {error}") from error
+        for child in self._copy.modules():
+            _rebind_functions(child, memo)
         self._noted: dict[str, dict[str, Any]] = {}
 
     def note(self, module: nn.Module) -> None:
@@ -119,6 +122,44 @@ class PlainCopy:
                         vars(twins[id(child)])[name] = copy.deepcopy(value, dict(twins))
                     except Exception as error:
                         raise NotCopyableError(f"its attribute {name!r} cannot be copied: {error}") from error
+
+
+def _rebind_functions(child: nn.Module, copies: Mapping[int, Any]) -> None:
+    """Let functions on a copied module, its hooks among them, refer to copies where they refer to what was copied.
+
+    `copy.deepcopy` copies methods together with their object, but takes functions for constants: a hook that fills a
+    list on ``self`` would fill that of the module.
+    """
+    for name, value in vars(child).items():
+        if isinstance(value, FunctionType):
+            vars(child)[name] = _rebound(value, copies)
+        elif isinstance(value, dict):
+            functions = {key: each for key, each in value.items() if isinstance(each, FunctionType)}
+            value.update({key: _rebound(function, copies) for key, function in functions.items()})
+
+
+def _rebound(function: FunctionType, copies: Mapping[int, Any]) -> FunctionType:
+    """The same function with copies in its closure and defaults; itself, if there are none."""
+    cells, defaults, by_name = function.__closure__ or (), function.__defaults__ or (), function.__kwdefaults__ or {}
+    closure = tuple(_rebound_cell(cell, copies) for cell in cells)
+    own = [copies.get(id(each), each) for each in defaults]
+    own_by_name = {name: copies.get(id(each), each) for name, each in by_name.items()}
+    pairs = [*zip(cells, closure, strict=True), *zip(defaults, own, strict=True)]
+    if all(a is b for a, b in pairs) and all(by_name[name] is own_by_name[name] for name in by_name):
+        return function
+    twin = FunctionType(function.__code__, function.__globals__, function.__name__, tuple(own) or None, closure)
+    twin.__kwdefaults__ = own_by_name or None
+    twin.__dict__.update(vars(function))
+    return twin
+
+
+def _rebound_cell(cell: CellType, copies: Mapping[int, Any]) -> CellType:
+    try:
+        held = cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return cell
+    copied = copies.get(id(held), held)
+    return cell if copied is held else CellType(copied)
 
 
 def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

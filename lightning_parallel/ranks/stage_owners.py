@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ def tag_owners(module: nn.Module, owners_by_name: Mapping[str, StageOwners]) -> 
     """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         setattr(parameter, _OWNERS, owners_by_name[name])
-    module.__dict__[_ALL_OWNERS] = dict(owners_by_name)
+    # No dict: those on a module are taken for attributes that the user's hooks have set.
+    module.__dict__[_ALL_OWNERS] = MappingProxyType(dict(owners_by_name))
 
 
 def untag_owners(module: nn.Module) -> None:

@@ -250,6 +250,7 @@ class FirstStep:
         found, hint = of_all_ranks(differences), ""
         if not any(found):
             return
+        strategy.steps.check_calls()
         # Ranks that read different samples may differ in that, too.
         if any(of_all_ranks(shares_samples(strategy) and window.plain.draws)):
             self._leave(_DRAWN)

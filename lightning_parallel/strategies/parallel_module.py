@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -23,6 +24,7 @@ from lightning_parallel.strategies.optimizers import adopt_optimizers
 from lightning_parallel.strategies.pipeline_refusals import misplaced_violations
 from lightning_parallel.strategies.pipelined_module import PipelinedModule, loss_scale
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
+from lightning_parallel.strategies.stuck_units import stuck_units_watched
 from lightning_parallel.techniques.pipeline.placement import Placement
 from lightning_parallel.techniques.pipeline.stage_plan import StepCosts
 from lightning_parallel.techniques.sharding import abandon_step
@@ -42,6 +44,7 @@ class ParallelModule:
         self._pipelined: PipelinedModule | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._guards: list[StateOfRank] = []
+        self._watch = ExitStack()
         left = parallelized(self._module)
         self.was_left = left is not None
         self.current: Parallelized = left or self._parallelize()
@@ -77,6 +80,7 @@ class ParallelModule:
             handed_out: Lightning's wrappers that the module sees in their place.
         """
         self._optimizers = optimizers
+        self._watch.enter_context(stuck_units_watched(lambda: self.steps.order, self._strategy._failures))
         self.steps.adopt(optimizers, handed_out)
         self._attach_pipeline()
 
@@ -132,6 +136,7 @@ class ParallelModule:
         After an error other ranks may be gone: a collective would wait for them until it times out. So it stays as it
         is then, unless there is only one rank.
         """
+        self._watch.close()
         self.steps.close()
         if self._pipelined is not None:
             self._pipelined.detach()

@@ -109,6 +109,8 @@ class PipelinedModule:
         parts = cut_batch(batch, size, count)
         if (placement := self._better_placement(name, parts[0], args)) is not None:
             return self._place_again(placement).run(name, batch, *args)
+        if name not in self._looked_at:
+            return self._cut_steps[name].own(batch, *args)
         cut = CutBatch(batch, parts, args, size // count)
         cut = replace(cut, joins=self._joins(name, cut))
         if name == TRAINING:
@@ -167,10 +169,16 @@ class PipelinedModule:
         with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention(), draws:
             traced = trace_positions(self._module, router, name, lambda: self._traced_step(name, part, args))
         # On one rank that reads, perhaps, by its samples: all of them choose alike.
-        found = torch.tensor(draws.found, dtype=torch.uint8)
+        found = torch.tensor([draws.found, traced is not None], dtype=torch.uint8)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._all_ranks)
-        if found:
+        draws_early, is_cut = map(bool, found.tolist())
+        if draws_early:
             self._looked_at.add(_DRAWS.format(name))
+        if traced is None:
+            if is_cut or name == TRAINING:
+                router.check_end()
+            self._looked_at.discard(name)  # it may call layers later, as one that does nothing in the sanity check
+            return None
         plan = self._cut.plan
         return corrected(plan.placement.positions, traced, plan.stages, is_first=is_first)
 

@@ -15,6 +15,8 @@ from lightning_parallel.strategies.whole_values import whole_values
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+_SHARDED = "_is_fsdp_managed_module"
+
 
 @contextmanager
 def while_set_up(trainer: Trainer, module: LightningModule, mesh: Mesh, *, replaces: bool) -> Iterator[None]:
@@ -30,8 +32,33 @@ def while_set_up(trainer: Trainer, module: LightningModule, mesh: Mesh, *, repla
     with ExitStack() as stack:
         if replaces:
             stack.enter_context(whole_values(trainer, module, mesh))
+        if mesh.stage_host_group.size() > 1 and replaces:
+            stack.enter_context(_known_as_sharded(module))
         stack.enter_context(inference_mode_left(trainer))
         if mesh.shares_samples:
             stack.enter_context(metrics_synced_over(group))
             stack.enter_context(written_once(trainer, group, is_writing=mesh.is_first_reader))
         yield
+
+
+@contextmanager
+def _known_as_sharded(module: LightningModule) -> Iterator[None]:
+    """Let modules of Hugging Face know that all ranks have to call the same layers.
+
+    Those with LayerDrop (wav2vec 2.0 and its kin) call each layer then, and drop its result; `generate` goes on until
+    all ranks are done. `transformers.distributed.fsdp.is_fsdp_managed_module` looks for the attribute.
+    """
+    # By bases: sharding has given units classes of their own.
+    unmarked = [
+        child
+        for child in module.modules()
+        if any(base.__module__.startswith("transformers.") for base in type(child).__mro__)
+        and not hasattr(child, _SHARDED)
+    ]
+    for child in unmarked:
+        vars(child)[_SHARDED] = True
+    try:
+        yield
+    finally:
+        for child in unmarked:
+            vars(child).pop(_SHARDED, None)

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_parallel import _torch
+from lightning_parallel.module.unit_order import UnitOrder
 
 
 class UnusedParameters:
@@ -27,11 +29,15 @@ class UnusedParameters:
     Args:
         units: The sharded units, in their final form.
         group: The ranks that share the parameters, with a backend for host memory.
+        order: The order in which this rank calls units, on which the ranks agree on the way.
     """
 
-    def __init__(self, units: Sequence[nn.Module], group: ProcessGroup) -> None:
-        self._units = [unit for unit in units if _torch.fsdp.reduce_unused_parameters(unit)]
+    def __init__(self, units: Sequence[nn.Module], group: ProcessGroup, order: UnitOrder) -> None:
+        self._units = [unit for unit in units if isinstance(unit, FSDPModule)]
+        for unit in self._units:
+            _torch.fsdp.reduce_unused_parameters(unit)
         self._group = group
+        self._order = order
         self._watched: list[Tensor] = []
         self._known: set[Tensor] = set()
         self._used: set[Tensor] = set()
@@ -39,8 +45,9 @@ class UnusedParameters:
 
     def watch(self) -> None:
         """Put hooks on parameters that have been gathered by now; call it between forward and backward."""
+        self._order.note()
         for unit in self._units:
-            for sharded, gathered in _torch.fsdp.gathered_parameters(unit):
+            for sharded, gathered in _torch.unit_parameters.gathered_parameters(unit):
                 if sharded not in self._known and gathered.requires_grad:
                     self._known.add(sharded)
                     self._watched.append(sharded)
@@ -52,12 +59,23 @@ class UnusedParameters:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Remove zeros where no rank had a gradient; call it after each backward, on all ranks. A collective."""
-        if not self._watched:
+        """Remove zeros where no rank had a gradient; call it after each backward, on all ranks. A collective.
+
+        Raises:
+            RanksDifferError: If ranks have called other units than others.
+        """
+        if not self._watched and not self._order.units:
             return
-        flags = torch.tensor([parameter in self._used for parameter in self._watched], dtype=torch.uint8)
+        # Of all parameters, since ranks that do not call the same units have not gathered the same ones.
+        sharded = [parameter for unit in self._units for parameter in _torch.unit_parameters.sharded_parameters(unit)]
+        own = self._order.votes()
+        flags = torch.tensor([*own, *(parameter in self._used for parameter in sharded)], dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
-        for parameter, is_used in zip(self._watched, flags.tolist(), strict=True):
+        votes = flags.tolist()
+        self._order.check(votes[: len(own)])
+        for parameter, is_used in zip(sharded, votes[len(own) :], strict=True):
+            if parameter not in self._known:
+                continue
             if is_used:
                 self._accumulated.add(parameter)
             elif parameter not in self._accumulated:

@@ -47,6 +47,16 @@ class ClippedByTorch(Habit):
         self.seen.append(float(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
 
 
+class ClippedByValue(Habit):
+    """By torch's function, of gradients of which a strategy may split some."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_value_(self.parameters(), 0.01)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        self.log("norm", norm)
+        self.seen.append(float(norm))
+
+
 class LightningNorms(Habit):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         norms = grad_norm(self, norm_type=2)

@@ -142,8 +142,11 @@ def release(module: nn.Module, owners_by_name: Mapping[str, StageOwners], device
 # Tracing ------------------------------------------------------------------------------------------------------------
 
 
-def trace_positions(module: nn.Module, router: LayerRouter, called: str, step: Callable[[], Any]) -> Positions:
+def trace_positions(module: nn.Module, router: LayerRouter, called: str, step: Callable[[], Any]) -> Positions | None:
     """Find where a step uses each parameter, by running it on placeholders; its changes to the module are undone.
+
+    Returns:
+        Name of a parameter -> the positions; ``None`` for a step that calls no layer at all.
 
     Args:
         module: The whole module.
@@ -171,6 +174,8 @@ def trace_positions(module: nn.Module, router: LayerRouter, called: str, step: C
         with _reading_ends_it(router):
             step()
         has_returned = True
+    if has_returned and router.position == BEFORE_THE_STACK:
+        return None
     if has_returned:
         router.check_end()
     return {name: frozenset(positions) for name, positions in used.items()}

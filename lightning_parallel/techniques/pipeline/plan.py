@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from lightning_parallel.module.layer_stacks import ModuleStructure
+from lightning_parallel.module.layer_stacks import ModuleStructure, Stack
 from lightning_parallel.techniques.pipeline.placement import Placement, plan_stages, positions_by_registration
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy, stack_length_violations
 from lightning_parallel.techniques.pipeline.shape_inference import collecting_hooks
@@ -87,8 +87,8 @@ def cut_violations(module: nn.Module, structure: ModuleStructure, policy: Pipeli
         stack = structure.stacks[0]
         return stack_length_violations(policy, num_ranks, len(stack.layers), stack.path)
     long = [s for s in structure.stacks if not stack_length_violations(policy, num_ranks, len(s.layers), s.path)]
-    # The longest, and of equal ones the last: what a decoder is given of an encoder passes from stage to stage.
-    longest = max(reversed(long), key=lambda stack: len(stack.layers), default=None)
+    # One that trains, the longest, and of equal ones the last: what a decoder is given of an encoder passes on.
+    longest = max(reversed(long), key=lambda stack: (_trains(module, stack), len(stack.layers)), default=None)
     stacks = ", ".join(f"{stack.path} ({len(stack.layers)} layers)" for stack in structure.stacks)
     start = f"pipeline={num_ranks} cuts one stack of layers, and {type(module).__name__} has {len(structure.stacks)}: "
     if longest is None:
@@ -98,6 +98,11 @@ def cut_violations(module: nn.Module, structure: ModuleStructure, policy: Pipeli
         f"{start}{stacks}. Name the one to cut, such as layers={longest.path}: the others stay whole on the stage that "
         "calls them, and what they return passes from stage to stage; or give pipeline=1"
     ]
+
+
+def _trains(module: nn.Module, stack: Stack) -> bool:
+    parameters = (p for layer in stack.layers for p in module.get_submodule(layer).parameters())
+    return any(parameter.requires_grad for parameter in parameters)
 
 
 def hooked_layers_violations(module: nn.Module, structure: ModuleStructure) -> list[str]:

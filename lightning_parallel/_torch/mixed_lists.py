@@ -1,0 +1,69 @@
+"""Operations on lists of tensors of which only some are DTensors: private or version-dependent names of torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel._torch.tensors import operations
+
+_UNARY = ("abs", "neg", "reciprocal", "rsqrt", "sign", "sqrt", "zero")
+_OTHERS = ("add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "copy", "div", "lerp", "mul", "pow", "sub")
+_IN_PLACE = tuple(f"_foreach_{name}_" for name in (*_UNARY, *_OTHERS))
+_NORMS = operations("_foreach_norm")
+_OF_LISTS = _NORMS | operations(*_IN_PLACE, *(name.removesuffix("_") for name in _IN_PLACE))
+
+
+@functools.cache
+def take_mixed_lists() -> None:
+    """Let operations on lists take plain tensors beside DTensors, and DTensors of several meshes; once and for good.
+
+    `torch.nn.utils.clip_grad_norm_` and optimizers with ``foreach=True`` give all gradients to one operation, which
+    torch refuses where tensor parallelism splits only some parameters. Lists of one kind stay as torch has them.
+
+    `DTensor._op_dispatcher._custom_op_handlers`, since 2.1, has the handlers of single operations, in all supported
+    versions; there is no public hook.
+    """
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    of_lists = [each for each in _OF_LISTS if not any(argument.is_out for argument in each._schema.arguments)]
+    handlers.update({each: _by_kind for each in of_lists if each not in handlers})
+
+
+def as_torch_has_it(operation: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on DTensors without its handler here."""
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(operation)
+    try:
+        return operation(*args, **kwargs)
+    finally:
+        handlers[operation] = handler
+
+
+def _by_kind(operation: Any, args: Any, kwargs: Any) -> Any:
+    """The operation on the tensors of each kind: plain ones, and those of each mesh."""
+    tensors: Sequence[Tensor] = args[0]
+    kinds = [tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in tensors]
+    distinct = list(dict.fromkeys(kinds))
+    if len(distinct) == 1 and distinct[0] is not None:
+        return as_torch_has_it(operation, args, kwargs)
+    results: list[Any] = [None] * len(tensors)
+    for kind in distinct:
+        places = [place for place, other in enumerate(kinds) if other == kind]
+        chosen = [_chosen(each, places, len(tensors), is_plain=kind is None) for each in args]
+        found = operation(*chosen, **kwargs) if kind is None else as_torch_has_it(operation, chosen, kwargs)
+        for place, result in zip(places, found or (), strict=False):
+            # Norms are going to be stacked, which torch refuses for several kinds, too.
+            is_norm = operation in _NORMS and isinstance(result, DTensor)
+            results[place] = result.full_tensor() if is_norm else result
+    return None if operation._schema.name.endswith("_") else results
+
+
+def _chosen(value: Any, places: Sequence[int], size: int, *, is_plain: bool) -> Any:
+    """The part of an argument that belongs to the tensors at `places` of `size`."""
+    if isinstance(value, list | tuple) and len(value) == size:
+        return [value[place] for place in places]
+    return value.full_tensor() if is_plain and isinstance(value, DTensor) else value
