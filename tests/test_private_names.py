@@ -46,7 +46,6 @@ RECEIVERS: dict[str, dict[str, str]] = {
     "_torch/ddp.py": {"wrapped": "torch.nn.parallel.DistributedDataParallel"},
     "_torch/mixed_lists.py": {"operation": "torch._ops.OpOverload", "each": "torch._ops.OpOverload"},
     "_torch/unit_parameters.py": {
-        "groups[0][1]": f"{FSDP}_fsdp_param_group.FSDPParamGroup",
         "parameter": f"{FSDP}_fsdp_param.FSDPParam",
         "ran": f"{FSDP}_fsdp_param_group.FSDPCommContext",
         "state": f"{FSDP}_fsdp_state.FSDPState",
