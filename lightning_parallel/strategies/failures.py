@@ -63,8 +63,8 @@ class FailureWatch:
 
     def __init__(self) -> None:
         self._store: dist.Store | None = None
-        self._rank = self._size = self._num_meetings = 0
-        self._key = ""
+        self._rank = self._size = self._num_said = 0
+        self.key = ""
         self._first: str | None = None
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -79,8 +79,8 @@ class FailureWatch:
             return
         self._rank, self._size = strategy.global_rank, strategy.world_size
         # A key of this run: a process may fit again after an error that it has caught.
-        self._key = f"lightning_parallel/{strategy.broadcast(f'{os.getpid()}-{time.monotonic_ns()}')}"
-        self._store, self._first, self._num_meetings = _torch.groups.connected_store(), None, 0
+        self.key = f"lightning_parallel/{strategy.broadcast(f'{os.getpid()}-{time.monotonic_ns()}')}"
+        self._store, self._first, self._num_said = _torch.groups.connected_store(), None, 0
         self._is_over = threading.Event()
         watched = _torch.groups.connected_store(), self._is_over
         self._thread = threading.Thread(target=self._watch, args=watched, daemon=True, name="rank-failures")
@@ -95,7 +95,7 @@ class FailureWatch:
         own = f"rank {self._rank} raised {words}"
         with _store_may_be_gone():
             # Rank 0 may be gone, and the store with it, when this rank has noticed that.
-            first = self._first or self._read(self._store, self._store.compare_set(self._key, "", own))
+            first = self._first or self._read(self._store, self._store.compare_set(self.key, "", own))
             vars(exception)[_NOTED] = FirstFailure(first, is_here=first == own)
             # What all ranks raise alike needs no note, nor what all of them are refused for.
             if first != own and words not in first and not isinstance(exception, ConfigurationError):
@@ -103,25 +103,29 @@ class FailureWatch:
             if first == own and self._rank == 0:
                 self._wait_for_readers(self._store)
 
-    def meet(self) -> bool:
-        """Wait for all ranks, as long as it takes: for what one of them does that has no end in sight. A collective.
+    def say(self, words: str) -> str | None:
+        """What rank 0 says, on all ranks: they wait for it as long as it takes. A collective.
 
         Nothing of the process group waits, so that no timeout ends it. If a rank fails meanwhile, this process ends.
 
+        Args:
+            words: Of rank 0; those of others are not used.
+
         Returns:
-            Whether the ranks have met: not if nobody watches them.
+            ``None`` if nobody watches the ranks, as before and after a run.
         """
         if self._store is None:
-            return False
-        self._num_meetings += 1
-        name = f"{self._key}/meeting/{self._num_meetings}"
-        if self._store.add(name, 1) == self._size:
-            self._store.set(f"{name}/all", "1")
+            return None
+        self._num_said += 1
+        name = f"{self.key}/said/{self._num_said}"
+        if self._rank == 0:
+            self._store.set(name, words)
+            return words
         pause = _SHORTEST
-        while not self._store.check([f"{name}/all"]):
+        while not self._store.check([name]):
             time.sleep(pause)
             pause = min(2 * pause, POLL)
-        return True
+        return self._store.get(name).decode()
 
     def stop(self) -> None:
         """Watch no more."""
@@ -136,19 +140,19 @@ class FailureWatch:
         if self._first is None:
             self._first = first.decode()
             if not self._first.startswith(f"rank {self._rank} "):
-                store.add(f"{self._key}/read", 1)
+                store.add(f"{self.key}/read", 1)
         return self._first
 
     def _wait_for_readers(self, store: dist.Store) -> None:
         end = time.monotonic() + _READ
-        while store.add(f"{self._key}/read", 0) < self._size - 1 and time.monotonic() < end:
+        while store.add(f"{self.key}/read", 0) < self._size - 1 and time.monotonic() < end:
             time.sleep(0.05)
 
     def _watch(self, store: dist.Store, is_over: threading.Event) -> None:
         with _store_may_be_gone():
             while not is_over.wait(POLL):
-                if store.check([self._key]):
-                    first = self._read(store, store.get(self._key))
+                if store.check([self.key]):
+                    first = self._read(store, store.get(self.key))
                     if not is_over.wait(GRACE):
                         _end(f"{first}. Rank {self._rank} waits for it in vain, and ends.")
                     return
