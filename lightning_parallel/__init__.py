@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lightning_parallel.cli.explain import explain
     from lightning_parallel.cli.lightning_cli import LightningCLI
     from lightning_parallel.dtypes import DtypePolicy
-    from lightning_parallel.errors import ConfigurationError, FirstStepError, RanksDifferError
+    from lightning_parallel.errors import CheckpointError, ConfigurationError, FirstStepError, RanksDifferError
     from lightning_parallel.presets import build_strategy
     from lightning_parallel.ranks.degrees import Degrees
     from lightning_parallel.strategies.data_parallel import DataParallelStrategy
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "ConfigurationError",
     "DDPStrategy",
     "DataParallelStrategy",
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "CheckpointError": "errors",
     "ConfigurationError": "errors",
     "DDPStrategy": "strategies.ddp",
     "DataParallelStrategy": "strategies.data_parallel",

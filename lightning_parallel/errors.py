@@ -60,6 +60,14 @@ class FirstStepError(RuntimeError):
     """
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, or a file that is none; says which, why, and what to change.
+
+    Example:
+        >>> Trainer(strategy=MeshStrategy(on_save_error="warn"))  # to train on where one cannot be written
+    """
+
+
 class RanksDifferError(RuntimeError):
     """Ranks that must hold equal values do not: training has gone wrong since the last time that they did.
 

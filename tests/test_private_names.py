@@ -69,7 +69,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "operation": "torch._ops.OpOverload",
     },
     "_torch/modules.py": {"tensor": "torch.nn.parameter"},  # `nn.Parameter` looks for what is set
-    "_lightning.py": {
+    "_lightning/__init__.py": {
         "metric": "torchmetrics.Metric",
         "module": "lightning.pytorch.LightningModule",
         "strategy": "lightning.pytorch.strategies.ParallelStrategy",
@@ -80,6 +80,11 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "trainer.fit_loop": f"{LOOPS}fit_loop._FitLoop",
         "trainer.fit_loop.epoch_loop": f"{LOOPS}training_epoch_loop._TrainingEpochLoop",
     },
+    "_lightning/signals.py": {
+        "loop": f"{LOOPS}training_epoch_loop._TrainingEpochLoop",
+        "thread": "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver",
+        "trainer": "lightning.pytorch.Trainer",
+    },
 }
 """File -> an expression in it -> whose instance it is. All that is read from it or set on it is looked up there."""
 
@@ -89,12 +94,13 @@ STRINGS = {
     "_torch/autograd.py": ("torch.utils.checkpoint",),
     "_torch/fsdp.py": (f"{FSDP}_fsdp_param.FSDPParam", f"{FSDP}_fsdp_state.FSDPState"),
     "_torch/modules.py": ("torch.nn.Module",),
-    "_lightning.py": (
+    "_lightning/__init__.py": (
         "lightning.pytorch.utilities.combined_loader.CombinedLoader",
         "lightning.pytorch.loggers.TensorBoardLogger",
         "lightning.pytorch.strategies.Strategy",
         f"{LOOPS}training_epoch_loop._TrainingEpochLoop",
     ),
+    "_lightning/signals.py": (f"{LOOPS}training_epoch_loop._TrainingEpochLoop",),
     "strategies/refusals.py": ("torch.Tensor", "torch.nn.Module"),
 }
 """File -> where the names are that it has as strings. Tables of operations are of those that there are."""
@@ -115,6 +121,7 @@ UNWRITTEN = {
 """File -> names that cannot be read from its code, such as attributes of Lightning's that it sets on itself."""
 
 INSTEAD: dict[str, str | None] = {
+    "_broadcast_sigterm_tensor": None,
     "_checkpoint_without_reentrant_generator": "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
     "_checkpoint_without_reentrant_generator_impl": "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
     "_fsdp_param_group": f"{FSDP}_fsdp_state.FSDPState._fsdp_param_groups",

@@ -14,6 +14,7 @@ from lightning_parallel import callbacks
 from lightning_parallel.presets import PRESETS, register
 
 PUBLIC = {
+    "CheckpointError",
     "ConfigurationError",
     "DDPStrategy",
     "DataParallelStrategy",

@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_parallel.cli.devices import visible_devices
 from lightning_parallel.cli.explain import explain
 from lightning_parallel.cli.lightning_cli import LightningCLI, is_first_process
-from lightning_parallel.errors import ConfigurationError, FirstStepError, check, line_of_error
+from lightning_parallel.errors import CheckpointError, ConfigurationError, FirstStepError, check, line_of_error
 from lightning_parallel.presets import PRESETS, Preset, register, unknown_name
 from lightning_parallel.strategies.failures import FirstFailure, first_failure
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
@@ -59,10 +59,10 @@ def run(command: str) -> None:
             sys.exit(verify(sys.argv[2:]))
         else:
             LightningCLI(save_config_callback=_SaveConfigBesideLogs)
-    except (ConfigurationError, FirstStepError) as error:
+    except (ConfigurationError, FirstStepError, CheckpointError) as error:
         first = first_failure(error)
-        # All ranks raise the latter, and rank 0 has the words; of the others, each that says something else is heard.
-        if first is None or isinstance(error, FirstStepError):
+        # All raise the latter two, and rank 0 has the words; of the others, each that says something else is heard.
+        if first is None or not isinstance(error, ConfigurationError):
             is_heard = is_first_process()
         else:
             is_heard = first.is_here or not first.says(error)

@@ -23,6 +23,7 @@ from lightning_parallel.strategies.refusals import (
     layer_policy_violations,
     sharded_elsewhere_violations,
 )
+from lightning_parallel.strategies.saving_strategy import Endings
 from lightning_parallel.techniques.data_parallel import ReplicatedSteps
 from lightning_parallel.techniques.offload import replicated_offload_violations
 
@@ -44,6 +45,8 @@ class DataParallelStrategy(PlannedStrategy):
         float8: Recipe of the stacks' linear maps, ``"tensorwise"`` or ``"rowwise"``; needs the extra ``float8``.
         offload: ``"optimizer"`` keeps optimizer state in host memory between updates.
         check: When the first step is compared with one process: ``"auto"`` if a copy fits, ``"first_step"``, ``"off"``.
+        on_save_error: Where a checkpoint cannot be written, ``"raise"`` ends the run, ``"warn"`` goes on without it.
+        stop_status: Exit status of a run that a signal has ended; 143 is the one of SIGTERM.
 
     Example:
         >>> Trainer(strategy=DataParallelStrategy(), accelerator="gpu", devices=2)
@@ -58,9 +61,12 @@ class DataParallelStrategy(PlannedStrategy):
         float8: str | None = None,
         offload: str = "none",
         check: str = "auto",
+        on_save_error: str = "raise",
+        stop_status: int = 143,
     ) -> None:
         layer = LayerPolicies(layers=layers, float8=float8, recompute=recompute, compile=compile)
-        super().__init__(Policies(layer=layer, shards=False, offload=offload), check=check)
+        policies, endings = Policies(layer=layer, shards=False, offload=offload), Endings(on_save_error, stop_status)
+        super().__init__(policies, check=check, endings=endings)
         self._layers_before: Snapshot | None = None
         self._replicated: ReplicatedSteps | None = None
 
@@ -73,7 +79,7 @@ class DataParallelStrategy(PlannedStrategy):
 
     @override
     def set_up_violations(self) -> list[str]:
-        found = []
+        found = super().set_up_violations()
         if self.num_nodes > 1:
             found.append(f"dp_custom is one process, but num_nodes={self.num_nodes}; give num_nodes=1 or ddp_custom")
         if is_started_externally():

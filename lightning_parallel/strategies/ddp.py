@@ -23,6 +23,7 @@ from lightning_parallel.strategies.launchers import RankOptions
 from lightning_parallel.strategies.optimizers import adopt_optimizers
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
 from lightning_parallel.strategies.refusals import layer_policy_violations, sharded_elsewhere_violations
+from lightning_parallel.strategies.saving_strategy import Endings
 from lightning_parallel.techniques.accumulation import accumulation_violations
 from lightning_parallel.techniques.compression import comm_hook_violations, races_with_search, register_comm_hook
 from lightning_parallel.techniques.offload import replicated_offload_violations
@@ -58,6 +59,8 @@ class DDPStrategy(ProcessGroupStrategy):
         check: When the first step is compared with one process: ``"auto"`` if a copy fits, ``"first_step"``, ``"off"``.
         start_method: How ranks are started: ``"popen"`` runs the script again for each; ``"fork"`` serves notebooks,
             ``"spawn"`` and ``"forkserver"`` functions that can be pickled.
+        on_save_error: Where a checkpoint cannot be written, ``"raise"`` ends the run, ``"warn"`` goes on without it.
+        stop_status: Exit status of a run that a signal has ended; 143 is the one of SIGTERM.
 
     Example:
         >>> Trainer(strategy=DDPStrategy(comm_hook="fp16"), devices=2)
@@ -82,6 +85,8 @@ class DDPStrategy(ProcessGroupStrategy):
         timeout: timedelta | float = default_pg_timeout,
         check: str = "auto",
         start_method: str = "popen",
+        on_save_error: str = "raise",
+        stop_status: int = 143,
     ) -> None:
         policies = Policies(
             layer=LayerPolicies(layers=layers, float8=float8, recompute=recompute, compile=compile),
@@ -90,7 +95,7 @@ class DDPStrategy(ProcessGroupStrategy):
             accumulation_sync=accumulation_sync,
         )
         ranks = RankOptions(process_group_backend, timeout, start_method)
-        super().__init__(policies, ranks, check=check)
+        super().__init__(policies, ranks, check=check, endings=Endings(on_save_error, stop_status))
         self._comm_hook = comm_hook
         self._powersgd_rank = powersgd_rank
         self._find_unused_parameters = find_unused_parameters

@@ -63,7 +63,7 @@ class FailureWatch:
 
     def __init__(self) -> None:
         self._store: dist.Store | None = None
-        self._rank = self._size = self._num_meetings = 0
+        self._rank = self._size = self._num_said = 0
         self.key = ""
         """A name that all ranks share and no other run has."""
         self._first: str | None = None
@@ -81,7 +81,7 @@ class FailureWatch:
         self._rank, self._size = strategy.global_rank, strategy.world_size
         # A key of this run: a process may fit again after an error that it has caught.
         self.key = f"lightning_parallel/{strategy.broadcast(f'{os.getpid()}-{time.monotonic_ns()}')}"
-        self._store, self._first, self._num_meetings = _torch.groups.connected_store(), None, 0
+        self._store, self._first, self._num_said = _torch.groups.connected_store(), None, 0
         self._is_over = threading.Event()
         watched = _torch.groups.connected_store(), self._is_over
         self._thread = threading.Thread(target=self._watch, args=watched, daemon=True, name="rank-failures")
@@ -114,25 +114,29 @@ class FailureWatch:
             _torch.groups.connected_store().compare_set(self.key, "", reason)
         _end(reason)
 
-    def meet(self) -> bool:
-        """Wait for all ranks, as long as it takes: for what one of them does that has no end in sight. A collective.
+    def say(self, words: str) -> str | None:
+        """What rank 0 says, on all ranks: they wait for it as long as it takes. A collective.
 
         Nothing of the process group waits, so that no timeout ends it. If a rank fails meanwhile, this process ends.
 
+        Args:
+            words: Of rank 0; those of others are not used.
+
         Returns:
-            Whether the ranks have met: not if nobody watches them.
+            ``None`` if nobody watches the ranks, as before and after a run.
         """
         if self._store is None:
-            return False
-        self._num_meetings += 1
-        name = f"{self.key}/meeting/{self._num_meetings}"
-        if self._store.add(name, 1) == self._size:
-            self._store.set(f"{name}/all", "1")
+            return None
+        self._num_said += 1
+        name = f"{self.key}/said/{self._num_said}"
+        if self._rank == 0:
+            self._store.set(name, words)
+            return words
         pause = _SHORTEST
-        while not self._store.check([f"{name}/all"]):
+        while not self._store.check([name]):
             time.sleep(pause)
             pause = min(2 * pause, POLL)
-        return True
+        return self._store.get(name).decode()
 
     def stop(self) -> None:
         """Watch no more."""

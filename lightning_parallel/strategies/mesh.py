@@ -27,6 +27,7 @@ from lightning_parallel.strategies.module_device import set_module_device
 from lightning_parallel.strategies.optimizers import adopt_optimizers
 from lightning_parallel.strategies.parallel_module import ParallelModule
 from lightning_parallel.strategies.precision import module_dtype, sharded_precision, sharding_dtypes
+from lightning_parallel.strategies.saving_strategy import Endings
 from lightning_parallel.strategies.shard_notes import add_shard_notes
 from lightning_parallel.strategies.while_set_up import while_set_up
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
@@ -76,6 +77,8 @@ class MeshStrategy(MeshedStrategy):
         check: When the first step is compared with one process: ``"auto"`` if a copy fits, ``"first_step"``, ``"off"``.
         start_method: How ranks are started: ``"popen"`` runs the script again for each; ``"fork"`` serves notebooks,
             ``"spawn"`` and ``"forkserver"`` functions that can be pickled.
+        on_save_error: Where a checkpoint cannot be written, ``"raise"`` ends the run, ``"warn"`` goes on without it.
+        stop_status: Exit status of a run that a signal has ended; 143 is the one of SIGTERM.
 
     Raises:
         ConfigurationError: From `Trainer(...)` or at the start of `fit`, with every reason at once.
@@ -114,6 +117,8 @@ class MeshStrategy(MeshedStrategy):
         timeout: timedelta | float = default_pg_timeout,
         check: str = "auto",
         start_method: str = "popen",
+        on_save_error: str = "raise",
+        stop_status: int = 143,
     ) -> None:
         policies = Policies(
             layer=LayerPolicies(layers=layers, float8=float8, recompute=recompute, compile=compile),
@@ -131,7 +136,8 @@ class MeshStrategy(MeshedStrategy):
             optimizer_in_backward=optimizer_in_backward,
         )
         degrees = Degrees(replicate=replicate, shard=shard, context=context, tensor=tensor, pipeline=pipeline)
-        super().__init__(policies, degrees, RankOptions(process_group_backend, timeout, start_method), check=check)
+        ranks, endings = RankOptions(process_group_backend, timeout, start_method), Endings(on_save_error, stop_status)
+        super().__init__(policies, degrees, ranks, check=check, endings=endings)
         self._parallel: ParallelModule | None = None
         self._while_set_up = contextlib.ExitStack()
 

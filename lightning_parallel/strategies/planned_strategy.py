@@ -19,12 +19,12 @@ from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.steps import StepHooks
 from lightning_parallel.strategies.closures import closure_of_update
-from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.first_step import FirstStep
 from lightning_parallel.strategies.optimizers import tell_missing_states
 from lightning_parallel.strategies.precision import widen
 from lightning_parallel.strategies.refusals import module_violations, without_unmovable_module
-from lightning_parallel.strategies.refusing_strategy import RefusingStrategy
+from lightning_parallel.strategies.saving_strategy import Endings
+from lightning_parallel.strategies.signalled_strategy import SignalledStrategy
 from lightning_parallel.techniques.deferred_init.deferral import Deferral
 
 if TYPE_CHECKING:
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class PlannedStrategy(RefusingStrategy):
+class PlannedStrategy(SignalledStrategy):
     """A strategy that plans the changes to a module.
 
     Args:
         policies: The rules, without those that depend on the module.
         check: Whether the first step is compared with one process: `CHECKS`.
+        endings: What ends a run, and how.
     """
 
-    def __init__(self, policies: Policies, *, check: str = "auto") -> None:
-        super().__init__()
+    def __init__(self, policies: Policies, *, check: str = "auto", endings: Endings | None = None) -> None:
+        super().__init__(endings or Endings())
         self.num_nodes = 1
         self._policies = policies
         self._planned: tuple[Any, Plan] | None = None
         self._steps = StepHooks(policies)
-        self._failures = FailureWatch()
         self.first_step = FirstStep(self, check)
         self._deferral = Deferral(to_meta=self._defers_init, tell=rank_zero_info)
 
@@ -112,14 +112,11 @@ class PlannedStrategy(RefusingStrategy):
         self.accelerator.setup(trainer)
         self.check_module(self.module, is_built=True)
         self.first_step.begin(trainer)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        self._failures.report(exception)
+        self.take_signals(trainer)
 
     @override
     def teardown(self) -> None:
-        self._failures.stop()
+        self.end_watching()
         self.steps.close()
         self.first_step.end()
         self._planned = None

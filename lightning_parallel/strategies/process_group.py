@@ -19,13 +19,11 @@ from lightning_parallel.ranks.collectives import stacked
 from lightning_parallel.strategies.launchers import RankOptions, build_launcher, start_violations
 from lightning_parallel.strategies.refusals import device_violations
 from lightning_parallel.strategies.sampling import SampleDealer
+from lightning_parallel.strategies.saving_strategy import Endings
 from lightning_parallel.strategies.whole_checkpoints import WholeCheckpointsStrategy
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-_SAVED = "Trainer.save_checkpoint"
-"""The barrier behind each checkpoint."""
 
 
 class ProcessGroupStrategy(WholeCheckpointsStrategy):
@@ -35,10 +33,11 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
         policies: The rules, but for what belongs to a module.
         ranks: How they are started and joined.
         check: Whether the first step is compared with one process.
+        endings: What ends a run, and how.
     """
 
-    def __init__(self, policies: Policies, ranks: RankOptions, *, check: str) -> None:
-        super().__init__(policies, check=check)
+    def __init__(self, policies: Policies, ranks: RankOptions, *, check: str, endings: Endings) -> None:
+        super().__init__(policies, check=check, endings=endings)
         self._process_group_backend, timeout = ranks.backend, ranks.timeout
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self._start_method = ranks.start_method
@@ -48,6 +47,7 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
     def set_up_violations(self) -> list[str]:
         num_ranks = self.num_nodes * self.num_processes
         return [
+            *super().set_up_violations(),
             *device_violations(
                 num_ranks=num_ranks,
                 num_nodes=self.num_nodes,
@@ -143,9 +143,6 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        # Rank 0 may write a checkpoint for longer than a collective waits.
-        if name == _SAVED and self._failures.meet():
-            return
         if dist.is_initialized():
             dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 

@@ -21,6 +21,7 @@ from lightning_parallel.policies import Policies
 from lightning_parallel.strategies.optimizers import tell_missing_states
 from lightning_parallel.strategies.planned_strategy import PlannedStrategy
 from lightning_parallel.strategies.precision import widen
+from lightning_parallel.strategies.saving_strategy import Endings
 from lightning_parallel.strategies.streams import RandomStreams
 
 
@@ -30,10 +31,11 @@ class WholeCheckpointsStrategy(PlannedStrategy):
     Args:
         policies: The rules, without those that depend on the module.
         check: Whether the first step is compared with one process.
+        endings: What ends a run, and how.
     """
 
-    def __init__(self, policies: Policies, *, check: str) -> None:
-        super().__init__(policies, check=check)
+    def __init__(self, policies: Policies, *, check: str, endings: Endings) -> None:
+        super().__init__(policies, check=check, endings=endings)
         self._streams = RandomStreams()
         # Whether optimizers hold the module's parameters as they are now, not as an earlier fit gave them back.
         self._has_cut_optimizers = True
@@ -46,8 +48,7 @@ class WholeCheckpointsStrategy(PlannedStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        options = {} if weights_only is None else {"weights_only": weights_only}  # Lightning's, since 2.6
-        checkpoint = super().load_checkpoint(checkpoint_path, **options)
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         trainer = None if self.lightning_module is None else _lightning.attached_trainer(self.lightning_module)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self._streams.take_from(checkpoint)

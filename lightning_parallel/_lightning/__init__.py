@@ -35,6 +35,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_parallel._lightning import signals as signals
+
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment
     from lightning.pytorch import LightningModule, Trainer

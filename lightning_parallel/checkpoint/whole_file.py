@@ -1,0 +1,168 @@
+"""A checkpoint in one file, which is there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import zipfile
+from collections.abc import Mapping
+from io import BufferedWriter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.errors import CheckpointError
+
+_OF_OLD = b"\x80"
+_PARTIAL = ".lightning_parallel-*.partial"
+
+
+def write_whole(value: Any, path: Path) -> None:
+    """Write `value` as `torch.save` does; whoever opens `path` meanwhile, or after a kill, finds what was there before.
+
+    It is written beside `path`, brought to the disk and renamed. What an earlier process has left there half written
+    is removed first.
+
+    Args:
+        value: What to save.
+        path: The file, in a folder that is made if it is not there.
+
+    Raises:
+        CheckpointError: With the path, and the bytes that are needed and free, if it cannot be written.
+    """
+    num_bytes = bytes_of_tensors(value)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_partial(path.parent)
+        if num_bytes > shutil.disk_usage(path.parent).free:  # at once, and not when the disk is full
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        partial, file = _open_partial(path.parent)
+        try:
+            with file:
+                torch.save(value, sink := _Sink(file))  # type: ignore[arg-type] # it needs `write` and `flush`
+                if sink.error is not None:
+                    raise sink.error
+                file.flush()
+                os.fsync(file.fileno())
+                partial.replace(path)  # before it is closed, and with that unlocked
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(_not_written(path, error, num_bytes)) from error
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what writers that are gone have left in `folder`; those that are there hold a lock."""
+    for partial in folder.glob(_PARTIAL):
+        with contextlib.suppress(OSError), partial.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            partial.unlink()
+
+
+def damage_of(path: Path) -> str:
+    """Why `path` is not the file that was written, in words; "" if it is, as far as it can be told.
+
+    Each part of the file has a checksum (CRC-32), which `torch.load` does not look at. It costs one reading.
+
+    Args:
+        path: A file.
+    """
+    with path.open("rb") as file:
+        begin = file.read(4)
+    if begin.startswith(_OF_OLD):
+        return ""  # torch's format of before 1.6, without checksums
+    if not path.stat().st_size:
+        return "it is empty"
+    if not begin.startswith(b"PK"):
+        return f"it begins with {begin!r}, as no file of torch.save does"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
+        return f"its end is missing or damaged ({error}); it has {path.stat().st_size:,} bytes"
+    return "" if damaged is None else f"what it says of {damaged} differs from its checksum"
+
+
+def bytes_of_tensors(value: Any) -> int:
+    """Bytes of the memory of all tensors in mappings, lists and tuples; what several share counts once."""
+    storages: dict[int, int] = {}
+
+    def add(each: Any) -> None:
+        if isinstance(each, Tensor):
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # kinds of tensors that have no storage
+                storage = each.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(each, Mapping):
+            for inner in each.values():
+                add(inner)
+        elif isinstance(each, list | tuple):
+            for inner in each:
+                add(inner)
+
+    add(value)
+    return sum(storages.values())
+
+
+class _Sink:
+    """A file for `torch.save`, which would replace an error of the disk by one of its own.
+
+    Args:
+        file: What to write to.
+    """
+
+    def __init__(self, file: BufferedWriter) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write `data`, or note why that cannot be done and drop the rest."""
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.error = error
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: the file is flushed when all is written."""
+
+
+def _open_partial(folder: Path) -> tuple[Path, BufferedWriter]:
+    """A new file that is locked as long as it is open. Its mode is that of any new file, not a temporary one's."""
+    while True:
+        partial = folder / _PARTIAL.replace("*", secrets.token_hex(8))
+        file = partial.open("xb")
+        with contextlib.suppress(OSError):  # file systems without locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if partial.exists():
+            return partial, file
+        file.close()  # another writer has removed it before it was locked
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot; the file itself is on the disk
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _not_written(path: Path, error: OSError, num_bytes: int) -> str:
+    folder = next((each for each in path.parents if each.is_dir()), path.parent)
+    free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+    why = error.strerror or str(error)
+    return (
+        f"the checkpoint {path} could not be written: {why}. Its tensors take {num_bytes:,} bytes, and {free:,} are "
+        f"free on the file system of {folder}, where a quota may allow less. Make room, write to another folder "
+        "(ModelCheckpoint(dirpath=...)), or let training go on without it: on_save_error='warn'. Checkpoints that were "
+        "there are unchanged"
+    )

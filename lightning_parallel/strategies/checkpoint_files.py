@@ -1,0 +1,71 @@
+"""Lightning's plugin for checkpoints: whole files; and which of them can be read."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from typing_extensions import override
+
+from lightning_parallel.checkpoint.whole_file import damage_of, write_whole
+from lightning_parallel.errors import CheckpointError
+
+
+class CheckpointFiles(TorchCheckpointIO):
+    """Lightning's files; on a local file system one is there whole or not at all, elsewhere Lightning writes it."""
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        local = local_path(path)
+        if local is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+        else:
+            write_whole(checkpoint, local)
+
+
+def readable(path: Any) -> tuple[Any, str]:
+    """The checkpoint to read for `path`, and what is to be said of it, "" if that is `path` and intact.
+
+    In place of a damaged ``last.ckpt``, that is the newest intact checkpoint beside it.
+
+    Args:
+        path: As given to the trainer.
+
+    Raises:
+        CheckpointError: If `path` is damaged and has another name, or none beside it is intact.
+    """
+    local = local_path(path)
+    if local is None or not local.is_file() or not (damage := damage_of(local)):
+        return path, ""
+    words = f"the checkpoint {path} is damaged: {damage}"
+    others = [each for each in local.parent.glob("*.ckpt") if each != local and each.is_file()]
+    intact = (each for each in sorted(others, key=_written, reverse=True) if not damage_of(each))
+    before = next(intact, None)
+    if before is None:
+        raise CheckpointError(f"{words}. None beside it is intact; give another one, or no ckpt_path to begin anew")
+    if not local.stem.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST):
+        raise CheckpointError(f"{words}. The newest intact one beside it is {before}: give ckpt_path={before}")
+    return before, f"{words}. Read instead: {before}, the newest intact one beside it, of {_time(before)}"
+
+
+def _written(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def _time(path: Path) -> str:
+    return datetime.fromtimestamp(_written(path)).astimezone().isoformat(" ", "seconds")
+
+
+def local_path(path: Any) -> Path | None:
+    """The path of a file on this machine; ``None`` for one elsewhere, such as ``s3://bucket/last.ckpt``.
+
+    Args:
+        path: As given to the trainer.
+    """
+    protocols = get_filesystem(path).protocol
+    is_local = protocols == "file" or "file" in protocols
+    return Path(str(path).rpartition("://")[2]).expanduser().absolute() if is_local else None

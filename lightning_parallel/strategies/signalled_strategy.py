@@ -1,0 +1,59 @@
+"""Strategies whose ranks end together: after a signal behind the same step, after an error of one of them soon."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
+
+from lightning_parallel import _lightning, _torch
+from lightning_parallel.strategies.saving_strategy import SavingStrategy
+from lightning_parallel.strategies.stops import RunSignals, StopAgreement, save_last
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class SignalledStrategy(SavingStrategy):
+    """Takes SIGTERM, and the signal of SLURM before a time limit, in Lightning's place."""
+
+    _stops: StopAgreement | None = None
+    _stopping: Trainer | None = None
+
+    def take_signals(self, trainer: Trainer) -> None:
+        """Heed signals to the run of `trainer` from now on: a fit all ranks leave behind the same step. A collective.
+
+        Args:
+            trainer: Its handlers are set once the strategy has been set up.
+        """
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            store = None if self.world_size == 1 else _torch.groups.connected_store()
+            self._stops = StopAgreement(self._failures.key, self.global_rank, self.world_size, store)
+            self._stopping = trainer
+        signals = RunSignals(trainer, self._stops if is_fitting else None)
+        _lightning.signals.set_connector(trainer, signals)
+        if is_fitting:
+            _lightning.signals.set_end_of_step(trainer, signals.end_step)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if not isinstance(exception, SIGTERMException):
+            self._failures.report(exception)
+            return
+        exception.code = self._endings.stop_status
+        _lightning.signals.leave_children()
+        if self._stopping is not None:
+            save_last(self._stopping)
+
+    def end_watching(self) -> None:
+        """Heed no more signals, and watch the other ranks no more."""
+        if self._stops is not None:
+            self._stops.close()
+            self._stops = None
+        if self._stopping is not None:
+            _lightning.signals.set_end_of_step(self._stopping, None)
+            self._stopping = None
+        self._failures.stop()
