@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -23,6 +23,9 @@ from lightning_parallel.strategies.planned_strategy import PlannedStrategy
 from lightning_parallel.strategies.precision import widen
 from lightning_parallel.strategies.streams import RandomStreams
 
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
 
 class WholeCheckpointsStrategy(PlannedStrategy):
     """Saves whole values from rank 0, and loads them on every rank, also before a fit.
@@ -40,7 +43,7 @@ class WholeCheckpointsStrategy(PlannedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if (trainer := _lightning.attached_trainer(self.module)) is not None:  # there is none before a fit
+        if (trainer := self._trainer) is not None:
             self._streams.add_to(checkpoint, trainer, self.root_device)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
@@ -48,10 +51,14 @@ class WholeCheckpointsStrategy(PlannedStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         options = {} if weights_only is None else {"weights_only": weights_only}  # Lightning's, since 2.6
         checkpoint = super().load_checkpoint(checkpoint_path, **options)
-        trainer = None if self.lightning_module is None else _lightning.attached_trainer(self.lightning_module)
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        if (trainer := self._trainer) is not None and trainer.state.fn == TrainerFn.FITTING:
             self._streams.take_from(checkpoint)
         return checkpoint
+
+    @property
+    def _trainer(self) -> Trainer | None:
+        """There is none before a fit, where there may not even be a module."""
+        return None if self.lightning_module is None else _lightning.attached_trainer(self.lightning_module)
 
     @property
     @override

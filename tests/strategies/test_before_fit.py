@@ -110,6 +110,13 @@ def test_a_module_that_is_only_connected_is_saved_and_loaded(name: str, tmp_path
     trainer.fit(module, loader(1, 1))  # as if nothing had been
 
 
+@pytest.mark.parametrize("name", ["auto", *PRESETS])
+def test_a_strategy_without_a_module_saves_and_loads(name: str, tmp_path: Any) -> None:
+    strategy = trainer_for(name, 1).strategy
+    strategy.save_checkpoint({"found": torch.ones(2)}, path := tmp_path / "values.ckpt")
+    assert torch.equal(strategy.load_checkpoint(path)["found"], torch.ones(2))
+
+
 def asked_before_fit(strategy: str, num_ranks: int) -> tuple[dict[str, int], float, list[float]]:
     """What a strategy answers before a fit, in processes that have a group already; and what it says in one."""
     trainer = trainer_for(strategy, num_ranks)
