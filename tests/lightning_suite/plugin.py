@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from lightning_parallel.presets import PRESETS, build_strategy
@@ -37,7 +38,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Outcomes(config.getoption("--outcomes")))
     # Lightning's tests wait for this thread, which looks at child processes, of which there are none, in each period.
     _ChildProcessObserver.__init__.__defaults__ = (PERIOD,)
+    _SubprocessScriptLauncher._call_children_scripts = start_none
+    _MultiProcessingLauncher.launch = skip
     _AcceleratorConnector._choose_strategy = lambda self: strategy_named(name)
+
+
+def start_none(launcher: Any) -> None:
+    """One rank needs no further process; for several ranks, pytest would be started once more for each."""
+    if launcher.num_processes * launcher.num_nodes > 1:
+        skip()
+
+
+def skip(*args: Any, **kwargs: Any) -> None:
+    """Skip a test that starts processes: it has named the strategy, one of Lightning's, or needs several ranks."""
+    pytest.skip("starts processes")
 
 
 def strategy_named(name: str) -> Any:

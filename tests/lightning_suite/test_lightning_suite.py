@@ -42,6 +42,7 @@ LIKE_LIGHTNINGS = """
 import os, signal
 import pytest
 from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 def trainer(**kwargs):
     return Trainer(accelerator="cpu", logger=False, barebones=False, **kwargs)
@@ -63,6 +64,10 @@ def test_after():
 def test_skipped():
     pass
 
+@pytest.mark.parametrize("named", [{"strategy": "ddp_spawn", "devices": 1}, {"devices": 2}])
+def test_starts_processes(named):
+    trainer(**named).fit(BoringModel())
+
 @pytest.fixture
 def broken():
     yield
@@ -80,7 +85,8 @@ def test_the_default_is_replaced_and_outcomes_are_noted(tmp_path: Path) -> None:
     ours, stock = (run(tmp_path / "checkout", name, ["."], tmp_path / name) for name in ("fsdp_custom", STOCK))
     kinds = {test.partition("::test_")[2]: outcome.kind for test, outcome in ours.items()}
     ends = {"default": "passed", "named": "passed", "ends_the_process": "died", "after": "passed"}
-    assert kinds == {**ends, "skipped": "skipped", "broken": "failed"}
+    skipped = {"skipped": "skipped", "starts_processes[named0]": "skipped", "starts_processes[named1]": "skipped"}
+    assert kinds == {**ends, **skipped, "broken": "failed"}
     assert "left behind" in ours["test_it.py::test_broken"].error
     assert {t for t in stock if stock[t] != ours[t]} == {"test_it.py::test_default"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -91,6 +92,26 @@ def test_other_numbers_of_optimizers_are_told(
         again.fit(TwoOptimizers(after), ckpt_path=path)
     assert [words in record.getMessage() for record in caplog.records].count(True) == 1
     assert [len(optimizer.state) for optimizer in again.optimizers] == [2] * after
+
+
+def saved_with_a_mock(strategy: str, num_ranks: int) -> list[Any]:
+    """What `torch.save` is given where a test has replaced it."""
+    trainer = trainer_for(strategy, num_ranks)
+    with mock.patch("torch.save") as save:
+        trainer.fit(ByteGPT(), loader(num_ranks, 2))
+        trainer.save_checkpoint("never.ckpt")
+    return [call.args[0]["lightning_parallel"] for call in save.call_args_list]
+
+
+@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom"])
+def test_random_states_travel_where_a_test_saves_nothing(ranks: Any, name: str) -> None:
+    (saved,), nothing = ranks(2).run(saved_with_a_mock, name, 2)
+    assert not nothing
+    assert len(saved["states"]) == 2
+    for shared, own in saved["states"]:
+        assert torch.equal(shared["host"], saved["states"][0][0]["host"])
+        assert not torch.equal(shared["host"], own["host"])
+        assert isinstance(own["numpy"][1], Tensor)
 
 
 # Before a fit ---------------------------------------------------------------------------------------------------------
