@@ -94,12 +94,16 @@ def test_other_numbers_of_optimizers_are_told(
     assert [len(optimizer.state) for optimizer in again.optimizers] == [2] * after
 
 
+class SavesItself(ByteGPT):
+    def on_train_epoch_end(self) -> None:
+        self.trainer.save_checkpoint("never.ckpt")
+
+
 def saved_with_a_mock(strategy: str, num_ranks: int) -> list[Any]:
     """What `torch.save` is given where a test has replaced it."""
     trainer = trainer_for(strategy, num_ranks)
     with mock.patch("torch.save") as save:
-        trainer.fit(ByteGPT(), loader(num_ranks, 2))
-        trainer.save_checkpoint("never.ckpt")
+        trainer.fit(SavesItself(), loader(num_ranks, 2))
     return [call.args[0]["lightning_parallel"] for call in save.call_args_list]
 
 
