@@ -6,8 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from lightning_parallel import _lightning
@@ -100,9 +103,12 @@ class RandomStreams:
             return
         is_first = dist.get_rank() == 0
         states: list[Any] | None = [None] * dist.get_world_size() if is_first else None
-        dist.gather_object((RandomState.take(device).to_plain(), self._own.to_plain()), states, dst=0)
+        own = RandomState.take(device).to_plain(), self._own.to_plain()
+        # As arrays: `torch.save` pickles tensors, and a test may have put something in its place that writes nothing.
+        dist.gather_object(tree_map_only(Tensor, Tensor.numpy, own), states, dst=0)
         is_in_epoch = not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        checkpoint[_KEY] = {"states": states or [], "is_in_epoch": is_in_epoch}
+        plain = tree_map_only(np.ndarray, torch.from_numpy, states or [])
+        checkpoint[_KEY] = {"states": plain, "is_in_epoch": is_in_epoch}
 
     def take_from(self, checkpoint: Mapping[str, Any]) -> None:
         """Keep the states of a checkpoint until training begins."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -24,6 +24,9 @@ from lightning_parallel.strategies.precision import widen
 from lightning_parallel.strategies.saving_strategy import Endings
 from lightning_parallel.strategies.streams import RandomStreams
 
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
 
 class WholeCheckpointsStrategy(PlannedStrategy):
     """Saves whole values from rank 0, and loads them on every rank, also before a fit.
@@ -42,17 +45,21 @@ class WholeCheckpointsStrategy(PlannedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if (trainer := _lightning.attached_trainer(self.module)) is not None:  # there is none before a fit
+        if (trainer := self._trainer) is not None:
             self._streams.add_to(checkpoint, trainer, self.root_device)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        trainer = None if self.lightning_module is None else _lightning.attached_trainer(self.lightning_module)
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        if (trainer := self._trainer) is not None and trainer.state.fn == TrainerFn.FITTING:
             self._streams.take_from(checkpoint)
         return checkpoint
+
+    @property
+    def _trainer(self) -> Trainer | None:
+        """There is none before a fit, where there may not even be a module."""
+        return None if self.lightning_module is None else _lightning.attached_trainer(self.lightning_module)
 
     @property
     @override

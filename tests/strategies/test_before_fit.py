@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -93,6 +94,30 @@ def test_other_numbers_of_optimizers_are_told(
     assert [len(optimizer.state) for optimizer in again.optimizers] == [2] * after
 
 
+class SavesItself(ByteGPT):
+    def on_train_epoch_end(self) -> None:
+        self.trainer.save_checkpoint("never.ckpt")
+
+
+def saved_with_a_mock(strategy: str, num_ranks: int) -> list[Any]:
+    """What `torch.save` is given where a test has replaced it."""
+    trainer = trainer_for(strategy, num_ranks)
+    with mock.patch("torch.save") as save:
+        trainer.fit(SavesItself(), loader(num_ranks, 2))
+    return [call.args[0]["lightning_parallel"] for call in save.call_args_list]
+
+
+@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom"])
+def test_random_states_travel_where_a_test_saves_nothing(ranks: Any, name: str) -> None:
+    (saved,), nothing = ranks(2).run(saved_with_a_mock, name, 2)
+    assert not nothing
+    assert len(saved["states"]) == 2
+    for shared, own in saved["states"]:
+        assert torch.equal(shared["host"], saved["states"][0][0]["host"])
+        assert not torch.equal(shared["host"], own["host"])
+        assert isinstance(own["numpy"][1], Tensor)
+
+
 # Before a fit ---------------------------------------------------------------------------------------------------------
 
 
@@ -108,6 +133,13 @@ def test_a_module_that_is_only_connected_is_saved_and_loaded(name: str, tmp_path
     other.strategy.load_model_state_dict(other.strategy.load_checkpoint(path))
     assert difference(dict(fresh.state_dict()), dict(module.state_dict())) == 0
     trainer.fit(module, loader(1, 1))  # as if nothing had been
+
+
+@pytest.mark.parametrize("name", ["auto", *PRESETS])
+def test_a_strategy_without_a_module_saves_and_loads(name: str, tmp_path: Any) -> None:
+    strategy = trainer_for(name, 1).strategy
+    strategy.save_checkpoint({"found": torch.ones(2)}, path := tmp_path / "values.ckpt")
+    assert torch.equal(strategy.load_checkpoint(path)["found"], torch.ones(2))
 
 
 def asked_before_fit(strategy: str, num_ranks: int) -> tuple[dict[str, int], float, list[float]]:

@@ -1,0 +1,67 @@
+"""Runs Lightning's tests in processes of their own, and reads how each ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.lightning_suite.plugin import RUNNING
+
+ROOT = Path(__file__).parents[2]
+FOLDER = "tests/tests_pytorch/"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a test ended: ``"passed"``, ``"skipped"``, ``"xfailed"``, ``"failed"`` or ``"died"``, and its error."""
+
+    kind: str
+    error: str = ""
+
+
+def run(checkout: Path, strategy: str, paths: Sequence[str], file: Path) -> dict[str, Outcome]:
+    """Run tests of Lightning with `strategy` in the place of the default one.
+
+    A test that ends the process, or waits for ever, has died; the others go on without it.
+
+    Args:
+        checkout: Of Lightning.
+        strategy: The name.
+        paths: Of tests, relative to ``tests/tests_pytorch`` there.
+        file: Where outcomes are noted. Tests that it has already do not run again.
+
+    Returns:
+        Name of the test -> how it ended.
+    """
+    command = [
+        *(sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"),
+        *("-p", "tests.lightning_suite.plugin", f"--in-place-of-default={strategy}", f"--outcomes={file}"),
+        "--override-ini=addopts=--strict-markers --disable-pytest-warnings",
+        *(f"{FOLDER}{path}" for path in paths),
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(checkout / "tests")])}
+    while True:
+        ended = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+        test, kind, _ = (lines_of(file) or [["", "", ""]])[-1]
+        if kind != RUNNING:
+            break
+        with file.open("a") as noted:
+            noted.write(json.dumps([test, "died", ended.stderr[-1000:]]) + "\n")
+    if ended.returncode not in (0, 1, 5):
+        raise RuntimeError(f"pytest ended with {ended.returncode}:\n{ended.stdout[-3000:]}{ended.stderr[-3000:]}")
+    return read(file)
+
+
+def read(file: Path) -> dict[str, Outcome]:
+    """What `file` has of tests that have ended."""
+    return {test.removeprefix(FOLDER): Outcome(kind, error) for test, kind, error in lines_of(file) if kind != RUNNING}
+
+
+def lines_of(file: Path) -> list[list[str]]:
+    """The lines of `file`: a test, how it ended or that it runs, and its error."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

@@ -1,0 +1,114 @@
+"""Lightning's own tests pass under ours where they pass under stock `ddp`. They run where a checkout is named."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.lightning_suite.__main__ import STOCK
+from tests.lightning_suite.comparison import Accepted, Comparison, Suite
+from tests.lightning_suite.outcomes import Outcome, run
+
+CHECKOUT = "LIGHTNING_CHECKOUT"
+
+# With a checkout ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def outcomes(name: str, folder: Path) -> dict[str, Outcome]:
+    return run(Path(os.environ[CHECKOUT]).resolve(), name, Suite.read().paths, folder / f"{name}.jsonl")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("outcomes")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHECKOUT not in os.environ, reason=f"{CHECKOUT} names no checkout of Lightning")
+@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom"])
+def test_lightning_passes_its_own_tests(name: str, folder: Path) -> None:
+    found = Comparison(name, outcomes(STOCK, folder), outcomes(name, folder), Suite.read().accepted)
+    assert not found.unexplained, found.report()
+    assert not found.obsolete, found.report()
+
+
+# Without one ----------------------------------------------------------------------------------------------------------
+
+LIKE_LIGHTNINGS = """
+import os, signal
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+def trainer(**kwargs):
+    return Trainer(accelerator="cpu", logger=False, barebones=False, **kwargs)
+
+def test_default():
+    assert type(trainer(devices=1).strategy).__module__.startswith("lightning_parallel.")
+
+def test_named():
+    assert type(trainer(devices=1, strategy="ddp").strategy).__module__.startswith("lightning.pytorch.")
+
+def test_ends_the_process():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+@pytest.mark.flaky(reruns=3)
+def test_after():
+    assert trainer(devices=1).strategy is not trainer(devices=1).strategy
+
+@pytest.mark.skip
+def test_skipped():
+    pass
+
+@pytest.mark.parametrize("named", [{"strategy": "ddp_spawn", "devices": 1}, {"devices": 2}])
+def test_starts_processes(named):
+    trainer(**named).fit(BoringModel())
+
+@pytest.fixture
+def broken():
+    yield
+    raise RuntimeError("left behind")
+
+def test_broken(broken):
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_the_default_is_replaced_and_outcomes_are_noted(tmp_path: Path) -> None:
+    (tests := tmp_path / "checkout/tests/tests_pytorch").mkdir(parents=True)
+    (tests / "test_it.py").write_text(LIKE_LIGHTNINGS)
+    ours, stock = (run(tmp_path / "checkout", name, ["."], tmp_path / name) for name in ("fsdp_custom", STOCK))
+    kinds = {test.partition("::test_")[2]: outcome.kind for test, outcome in ours.items()}
+    ends = {"default": "passed", "named": "passed", "ends_the_process": "died", "after": "passed"}
+    skipped = {"skipped": "skipped", "starts_processes[named0]": "skipped", "starts_processes[named1]": "skipped"}
+    assert kinds == {**ends, **skipped, "broken": "failed"}
+    assert "left behind" in ours["test_it.py::test_broken"].error
+    assert {t for t in stock if stock[t] != ours[t]} == {"test_it.py::test_default"}
+
+
+def test_what_is_accepted_and_what_is_not() -> None:
+    stock = {"a.py::one[x-1]": Outcome("passed"), "a.py::two": Outcome("passed"), "b.py::three": Outcome("failed")}
+    ours = {test: Outcome("failed", "because") for test in stock}
+    assert Comparison("fsdp_custom", stock, ours, []).unexplained.keys() == {"a.py::one[x-1]", "a.py::two"}
+    some = Comparison("fsdp_custom", stock, ours, [Accepted(["a.py::one[x*"], ["fsdp*"], "it is so")])
+    assert some.unexplained.keys() == {"a.py::two"}
+    assert "only under fsdp_custom: 2 failed, of which 1 are accepted\n  a.py::two: failed: because" in some.report()
+    assert Comparison("ddp_custom", stock, ours, some.accepted).unexplained.keys() == {"a.py::one[x-1]", "a.py::two"}
+    better = Comparison("fsdp_custom", stock, {**ours, "a.py::one[x-1]": Outcome("passed")}, some.accepted)
+    assert better.obsolete == ["it is so (a.py::one[x*)"]
+    other = Comparison("fsdp_custom", stock, {"a.py::two": Outcome("passed")}, some.accepted)
+    assert not other.obsolete
+
+
+def test_each_accepted_difference_has_a_reason() -> None:
+    suite = Suite.read()
+    assert suite.paths
+    for each in suite.accepted:
+        assert each.tests, each
+        assert each.under, each
+        assert len(each.reason.split()) > 4, each
