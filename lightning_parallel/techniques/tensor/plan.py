@@ -19,12 +19,11 @@ from torch import nn
 from lightning_parallel.module.layer_stacks import ModuleStructure, first_names
 from lightning_parallel.ranks.divisibility import divisors, listed
 from lightning_parallel.techniques.tensor.argument_guesses import HEAD_COUNTS
+from lightning_parallel.techniques.tensor.linear_maps import is_transposed, linear_maps, shape_of
 from lightning_parallel.techniques.tensor.splits import MapSplit
 from lightning_parallel.techniques.tensor.trace import (
     LayerTrace,
     heads_violation,
-    is_transposed,
-    linear_maps,
     trace_layer,
 )
 
@@ -100,7 +99,7 @@ def plan_tensor(
     traces: dict[Any, LayerTrace] = {}
     for layer in structure.layers:
         submodule = module.get_submodule(layer)
-        kind = (type(submodule), tuple((path, *_shape(m)) for path, m in linear_maps(submodule)))
+        kind = (type(submodule), tuple((path, *shape_of(m)) for path, m in linear_maps(submodule)))
         if kind not in traces:
             traces[kind] = trace_layer(submodule)
             violations += [f"{layer} ({type(submodule).__name__}) {reason}" for reason in traces[kind].failures]
@@ -185,11 +184,6 @@ def _matches(pattern: str, path: str) -> bool:
 
 def _pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(str(pattern)).replace(r"\*", r"[^.]+"))
-
-
-def _shape(linear: nn.Module) -> tuple[int, ...]:
-    map_of: Any = linear
-    return tuple(map_of.weight.shape) if hasattr(linear, "weight") else (map_of.embed_dim,)
 
 
 # Divisibility -------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from lightning_parallel.module.dry_run import side_effects_undone
 from lightning_parallel.ranks.divisibility import degrees_for_heads, listed
 from lightning_parallel.ranks.random_streams import unchanged_generators
 from lightning_parallel.techniques.tensor.argument_guesses import guess_arguments
+from lightning_parallel.techniques.tensor.linear_maps import is_transposed, linear_maps
 
 _attention = F.scaled_dot_product_attention
 _GROUPED = ("grouped_mm", "_grouped_mm")
@@ -38,29 +39,6 @@ def heads_violation(size: int, heads: int, kv_heads: int) -> str:
         return ""
     kv = f" and {kv_heads} heads of keys and values" if kv_heads != heads else ""
     return f"tensor={size} cannot share {heads} heads{kv}; possible: {listed(legal)}"
-
-
-def is_transposed(linear: nn.Module) -> bool:
-    """Whether the weight is `[inputs, outputs]`, as in Hugging Face's `Conv1D`."""
-    return type(linear).__name__ == "Conv1D" and hasattr(linear, "nf")
-
-
-def linear_maps(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """List the linear maps of `layer` by path in it, with each `nn.MultiheadAttention` as one.
-
-    A subclass of `nn.Linear` with a forward of its own is left out, since it may compute anything.
-    """
-    inside: list[str] = []
-    for path, child in layer.named_modules():
-        if any(path.startswith(f"{outer}.") for outer in inside):
-            continue
-        if isinstance(child, nn.MultiheadAttention):
-            inside.append(path)
-            # Not split: attention with learned extra keys and values, or with weights that are computed.
-            if child.bias_k is None and not child.add_zero_attn and "weight" in child.out_proj._parameters:
-                yield path, child
-        elif "weight" in child._parameters and (type(child).forward is nn.Linear.forward or is_transposed(child)):
-            yield path, child
 
 
 @dataclass(frozen=True)
