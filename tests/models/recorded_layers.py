@@ -212,7 +212,7 @@ class WithSettings(nn.Module):
 
 
 class Settings(Case):
-    """Draws random numbers, counts its steps, and changes its batch: a step that runs twice would show."""
+    """Draws random numbers, counts its steps, changes its batch and a buffer: a step that runs twice would show."""
 
     def __init__(self, optimizer: str = "adamw") -> None:
         super().__init__(optimizer)
@@ -224,9 +224,9 @@ class Settings(Case):
 
     def loss(self, tokens: Tensor) -> Tensor:
         self.num_steps += 1
+        tokens.add_(1).remainder_(VOCABULARY)
         x = self.tokens(tokens) * self.num_steps + 0.1 * torch.randn(tokens.shape[1], 1)
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
-        tokens.add_(1).remainder_(VOCABULARY)
         for block in self.blocks:
             x = block(x + self.mean, SimpleNamespace(scale=1.5))
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
@@ -268,5 +268,5 @@ class Falcon(Case):
         return next_token_loss(self.head(x), tokens)
 
 
-RECORDED_MODULES: dict[str, type[Case]] = {"swin": Swin, "deberta": Deberta, "dit": DiT, "settings": Settings}
-"""Name -> a module whose layers' arguments are taken from the first batch."""
+RECORDED_MODULES: dict[str, type[Case]] = {"swin": Swin, "deberta": Deberta, "dit": DiT}
+"""Name -> a module whose layers' arguments are taken from the first batch, and which draws no random numbers."""

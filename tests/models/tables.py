@@ -17,7 +17,7 @@ from tests.models.pipelined import (
     ReturnsTuples,
     Transposed,
 )
-from tests.models.recorded_layers import RECORDED_MODULES, Falcon
+from tests.models.recorded_layers import RECORDED_MODULES, Falcon, Settings
 from tests.models.stacked import STACKED_MODULES
 
 CONTEXT_MODULES: dict[str, type[Case]] = {
@@ -73,4 +73,5 @@ MODULES: dict[str, type[L.LightningModule]] = {
     **PIPELINE_MODULES,
     **STACKED_MODULES,
     **RECORDED_MODULES,
+    "settings": Settings,
 }

@@ -48,9 +48,9 @@ def unlike_linear(layer: nn.Module) -> dict[str, str]:
         layer: Any module.
     """
     return {
-        path: f"{type(child).__name__} has a forward that computes something else than nn.Linear's"
+        path: f"is a {type(child).__name__}, which computes something else than nn.Linear"
         for path, child in layer.named_modules()
-        if isinstance(child, nn.Linear) and "weight" in child._parameters and not _is_map(child)
+        if isinstance(child, nn.Linear) and hasattr(child, "weight") and not _is_map(child)
     }
 
 
