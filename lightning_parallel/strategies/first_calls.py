@@ -1,4 +1,4 @@
-"""How a step calls layers whose arguments could not be guessed: the step runs as far as these, and is undone."""
+"""Calls of layers whose arguments could not be guessed: a step runs as far as these, and is undone."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def unrecorded_violations(unseen: Sequence[UnseenLayers], *, is_too_large: bool,
 
 
 def told(plan: Plan, name: str, calls: Mapping[str, LayerCall]) -> str:
-    """What the step has decided, in a sentence."""
+    """The decision that a step has led to, in a sentence for users."""
     assert plan.tensor is not None
     number = sum(split.role != "whole" for split in plan.tensor.splits)
     shown = "; ".join(f"{path} ({call})" for path, call in calls.items())

@@ -130,7 +130,7 @@ def trace_layer(layer: nn.Module, call: LayerCall | None = None) -> LayerTrace:
 
     Args:
         layer: The layer.
-        call: How a step has called it; without one, hidden states are given, and other arguments are guessed.
+        call: The way a step has called it; without one, hidden states are given, and other arguments are guessed.
     """
     reasons = []
     for device, limit in _devices(call):
