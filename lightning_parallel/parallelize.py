@@ -194,6 +194,8 @@ def _split(
     """Apply tensor parallelism to the layers, and to embeddings and heads outside of them."""
     assert mesh.tensor is not None
     assert plan.tensor is not None
+    if plan.tensor.unseen:  # until the first step has shown what their layers are given
+        return []
     tables, policies = plan.tensor.tables, plan.policies
     lengths = apply_tensor(stacks, plan.tensor, mesh.tensor, peers=mesh.stage_host_group, sequence=policies.sequence)
     if policies.sequence:

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_parallel.dtypes import DtypePolicy
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.layer_stacks import ModuleStructure, find_layers
+from lightning_parallel.module.recorded_calls import LayerCall
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.techniques.float8 import unfitting_violations
@@ -112,12 +113,8 @@ def build_plan(module: nn.Module, degrees: Degrees, policies: Policies) -> Plan:
     plan = Plan(module=name, structure=structure, degrees=degrees, policies=policies)
     violations = _layer_violations(module, plan)
     if structure.layers and degrees.tensor != 1:
-        tensor = plan_tensor(module, structure, policies.tensor_plan, degree=degrees.tensor)
-        violations += [*tensor.violations, *split_statistics_violations(module, tensor, structure.layers)]
-        if not tensor.violations:
-            splits = describe_splits(module, structure, tensor.roles, tensor.tables, _number(degrees.tensor))
-            tensor = replace(tensor, splits=splits)
-        plan = replace(plan, tensor=tensor)
+        plan = _with_splits(module, plan)
+        violations += plan.violations
     if structure.layers and degrees.pipeline != 1:
         size = _number(degrees.pipeline)
         # Faults of the policy alone were reported when the Trainer was made; here they only prevent planning stages.
@@ -131,6 +128,17 @@ def build_plan(module: nn.Module, degrees: Degrees, policies: Policies) -> Plan:
     # Units of a plan that is refused are not used, and finding them may fail for the same reasons.
     plan = replace(plan, violations=tuple(violations))
     return plan if violations else replace(plan, sharding=_plan_shards(module, plan))
+
+
+def split_again(plan: Plan, module: nn.Module, calls: Mapping[str, LayerCall]) -> Plan:
+    """Return the same plan with layers split by what a step has shown of their arguments; it may be refused.
+
+    Args:
+        plan: The plan of a module with layers whose arguments could not be guessed.
+        module: The whole module.
+        calls: Path of a layer -> how the step has called it.
+    """
+    return _with_splits(module, plan, calls)
 
 
 def cut_again(plan: Plan, module: nn.Module, placement: Placement) -> Plan:
@@ -154,6 +162,18 @@ def module_key(module: nn.Module) -> tuple[Any, ...]:
     modules = tuple((path, type(child)) for path, child in module.named_modules(remove_duplicate=False))
     parameters = tuple((n, id(p), p.requires_grad) for n, p in module.named_parameters(remove_duplicate=False))
     return modules, parameters
+
+
+def _with_splits(module: nn.Module, plan: Plan, calls: Mapping[str, LayerCall] | None = None) -> Plan:
+    structure, degree = plan.structure, plan.degrees.tensor
+    tensor = plan_tensor(module, structure, plan.policies.tensor_plan, degree=degree, calls=calls)
+    violations = [*tensor.violations, *split_statistics_violations(module, tensor, structure.layers)]
+    if plan.degrees.pipeline != 1:  # no rank calls the layers of other stages
+        violations += [layers.reason for layers in tensor.unseen]
+    if not tensor.violations:
+        splits = describe_splits(module, structure, tensor.roles, tensor.tables, _number(degree))
+        tensor = replace(tensor, splits=splits)
+    return replace(plan, tensor=tensor, violations=tuple(violations))
 
 
 def _number(degree: Any) -> int:

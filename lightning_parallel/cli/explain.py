@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_parallel.policies import Policies
     from lightning_parallel.ranks.degrees import Degrees
 
+_SEEN_LATER = "as the first step will show, which gives layers what could not be guessed"
 _MOST_WHOLE = 8
 """Parameters that stay whole are named up to this number."""
 
@@ -176,6 +177,10 @@ def _tensor(plan: Plan) -> list[list[str]]:
     if plan.tensor is None or plan.tensor.violations:
         reasons = plan.violations if plan.tensor is None else plan.tensor.violations
         return [[f"tensor={size} is refused", *(f"  {reason}" for reason in reasons)]]
+    if plan.tensor.unseen:
+        return [
+            [f"tensor parallel over {size} ranks, {_SEEN_LATER}", *(f"  {each.reason}" for each in plan.tensor.unseen)]
+        ]
     splits = plan.tensor.splits
     placements = [f"tensor parallel over {size} ranks, by {plan.tensor.source}"]
     collectives = ["collectives of a layer among the ranks that share it, counted by its branches"]

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.plugins import Precision
@@ -19,6 +19,7 @@ from lightning_parallel.parallelize import left_over_violations, parallelized
 from lightning_parallel.policies import LayerPolicies, Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.steps import StepHooks
+from lightning_parallel.strategies.first_calls import TRAINING
 from lightning_parallel.strategies.host_init import tensors_on_host
 from lightning_parallel.strategies.launchers import RankOptions
 from lightning_parallel.strategies.mesh_refusals import mesh_module_violations, mesh_violations, unbuilt_violations
@@ -210,6 +211,17 @@ class MeshStrategy(MeshedStrategy):
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         adopt_optimizers(self.optimizers, self.module, self._parallel.current.replaced())
+
+    @override
+    def before_step(self, name: str, args: Sequence[Any]) -> None:
+        # In the sanity check before a fit, layers that wait for the first training step are whole.
+        if self._parallel is not None and (name == TRAINING or self.module.trainer.state.fn != TrainerFn.FITTING):
+            self._parallel.see_layers(name, args)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.before_step(TRAINING, (batch, batch_idx))
 
     @override
     def teardown(self) -> None:

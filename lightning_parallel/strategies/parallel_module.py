@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -15,11 +17,18 @@ from lightning_parallel.checkpoint.full_state import make_optimizer_whole
 from lightning_parallel.module.optimizer_state import StateOfRank
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.parallelize import Parallelized, parallelize, parallelized
-from lightning_parallel.plan import cut_again
+from lightning_parallel.plan import Plan, cut_again, split_again
 from lightning_parallel.ranks.memory import host_memory
 from lightning_parallel.ranks.mesh import Mesh
 from lightning_parallel.ranks.stage_owners import untag_owners
 from lightning_parallel.steps import PipelinedSteps, Steps
+from lightning_parallel.strategies.first_calls import (
+    agreed_plan,
+    first_calls,
+    takes_iterator,
+    told,
+    unrecorded_violations,
+)
 from lightning_parallel.strategies.optimizers import adopt_optimizers
 from lightning_parallel.strategies.pipeline_refusals import misplaced_violations
 from lightning_parallel.strategies.pipelined_module import PipelinedModule, loss_scale
@@ -43,6 +52,7 @@ class ParallelModule:
         self._device, self._num_local_ranks = strategy.root_device, strategy.num_processes
         self._pipelined: PipelinedModule | None = None
         self._optimizers: Sequence[Optimizer] = ()
+        self._handed_out: Sequence[object] = ()
         self._guards: list[StateOfRank] = []
         self._watch = ExitStack()
         left = parallelized(self._module)
@@ -79,7 +89,7 @@ class ParallelModule:
             optimizers: The user's.
             handed_out: Lightning's wrappers that the module sees in their place.
         """
-        self._optimizers = optimizers
+        self._optimizers, self._handed_out = optimizers, handed_out
         self._watch.enter_context(stuck_units_watched(lambda: self.steps.order, self._strategy._failures))
         self.steps.adopt(optimizers, handed_out)
         self._attach_pipeline()
@@ -106,20 +116,59 @@ class ParallelModule:
         self._strategy.refuse(misplaced_violations(self._module, self.current, placement, is_too_large=too_large))
         self._make_plain()
         plan = cut_again(self.current.plan, self._module, placement)
-        self.current = parallelize(self._module, plan, self._mesh, self._device)
-        adopt_optimizers(self._optimizers, self._module, self.current.replaced())
-        _lightning.move_optimizers(self._optimizers, self._device)
-        self.steps.close()
-        before, self.steps = self.steps, self._build_steps()
+        before = self.steps
+        self._parallelize_again(plan)
         assert isinstance(before, PipelinedSteps)
         assert isinstance(self.steps, PipelinedSteps)
         self.steps.microbatch_weights = before.microbatch_weights
-        self.steps.adopt(self._optimizers)
         self._attach_pipeline(looked_at)
         assert plan.pipeline is not None
         if placement.costs is not None:
             _tell_stages(placement.costs, plan.pipeline.stages.counts)
         return self._pipelined
+
+    def see_layers(self, name: str, args: Sequence[Any]) -> None:
+        """Split the layers that wait for the first step to show their arguments, if there are any. A collective then.
+
+        Args:
+            name: The name of the step that is about to run.
+            args: Its arguments.
+
+        Raises:
+            ConfigurationError: For layers that cannot be split.
+        """
+        plan, strategy, module = self.current.plan, self._strategy, self._module
+        if plan.tensor is None or not plan.tensor.unseen:
+            return
+        # Also where there is no gradient, or inference: parameters are made anew.
+        with torch.inference_mode(False), torch.enable_grad():
+            gives_iterator = takes_iterator(module, name)
+            strategy.refuse(
+                unrecorded_violations(plan.tensor.unseen, is_too_large=self.is_too_large, gives_iterator=gives_iterator)
+            )
+            calls = first_calls(
+                module,
+                name,
+                args,
+                plan.tensor.unseen,
+                precision=strategy.precision_plugin,
+                optimizers=self._optimizers,
+                device=self._device,
+            )
+            self._make_plain()
+            plan = agreed_plan(split_again(plan, module, calls), self._mesh.host_group)
+            strategy.refuse(list(plan.violations))
+            self._parallelize_again(plan)
+        rank_zero_info(told(plan, name, calls))
+
+    def _parallelize_again(self, plan: Plan) -> None:
+        """Apply another plan to the module once it is plain, and let its optimizers train the result. A collective."""
+        self.current = parallelize(self._module, plan, self._mesh, self._device)
+        adopt_optimizers(self._optimizers, self._module, self.current.replaced())
+        _lightning.move_optimizers(self._optimizers, self._device)
+        self.steps.close()
+        self.steps = self._build_steps()
+        self.steps.adopt(self._optimizers, self._handed_out)
 
     @property
     def is_too_large(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -136,6 +136,14 @@ class PlannedStrategy(SignalledStrategy):
         super().load_optimizer_state_dict(checkpoint)
         self.steps.state_was_loaded()
 
+    def before_step(self, name: str, args: Sequence[Any]) -> None:
+        """Called before a step runs, and before its gradients are held back. A collective where it does anything.
+
+        Args:
+            name: The step's name.
+            args: Its arguments.
+        """
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.steps.begin()
@@ -169,18 +177,21 @@ class PlannedStrategy(SignalledStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.before_step("validation_step", args)
         result = super().validation_step(*args, **kwargs)
         self.steps.after_evaluation()
         return result
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.before_step("test_step", args)
         result = super().test_step(*args, **kwargs)
         self.steps.after_evaluation()
         return result
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.before_step("predict_step", args)
         result = super().predict_step(*args, **kwargs)
         self.steps.after_evaluation()
         if self.steps.lags_behind():

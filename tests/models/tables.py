@@ -17,6 +17,7 @@ from tests.models.pipelined import (
     ReturnsTuples,
     Transposed,
 )
+from tests.models.recorded_layers import RECORDED_MODULES, Falcon, Settings
 from tests.models.stacked import STACKED_MODULES
 
 CONTEXT_MODULES: dict[str, type[Case]] = {
@@ -45,6 +46,7 @@ TENSOR_MODULES: dict[str, type[Case]] = {
     "qwen3": Qwen3,
     "demo": Demo,
     "hard": Hard,
+    "falcon": Falcon,
 }
 
 PIPELINE_MODULES: dict[str, type[Case]] = {
@@ -70,4 +72,6 @@ MODULES: dict[str, type[L.LightningModule]] = {
     **TENSOR_MODULES,
     **PIPELINE_MODULES,
     **STACKED_MODULES,
+    **RECORDED_MODULES,
+    "settings": Settings,
 }

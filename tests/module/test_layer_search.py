@@ -233,8 +233,7 @@ REFUSED = {
     ("albert_groups", "pp_custom"): "called model.albert.encoder.albert_layer_groups.0 after",
     ("jamba", SEQUENCE): "sequence=False",
     ("jamba", "cp_custom"): "does not call torch's scaled_dot_product_attention",
-    ("zamba", "tp_custom"): "could not be run on hidden states",
-    ("zamba", SEQUENCE): "could not be run on hidden states",
+    ("zamba", SEQUENCE): "sequence=False",
     ("zamba", "cp_custom"): "does not call torch's scaled_dot_product_attention",
 }
 

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.module.hidden_states import take_hidden
 from lightning_parallel.module.layer_check import Difference, LayerCheck, Wording
+from lightning_parallel.ranks.dtensors import local_of
 from lightning_parallel.techniques.tensor.split_layer import SplitLayer
 
 _REMEDY = "leave the maps concerned out of tensor_plan, or give sequence=False or tensor=1"
@@ -35,7 +37,8 @@ def check_layer(layer: nn.Module, split: SplitLayer, function: Callable[..., Any
         split.flow.has_checked_gradients = True
         return
     region = split.region
-    wording = _wording(f"{split.path} ({type(layer).__name__})")
+    maps = _MapsRun(layer)
+    wording = _wording(f"{split.path} ({type(layer).__name__})", maps)
     comparison = LayerCheck(
         layer,
         region.whole_arguments(args, kwargs),
@@ -44,6 +47,7 @@ def check_layer(layer: nn.Module, split: SplitLayer, function: Callable[..., Any
     )
 
     def run(args: Any, kwargs: Any) -> Any:
+        maps.take()
         return split.run(layer, function, args, kwargs)
 
     try:
@@ -55,7 +59,8 @@ def check_layer(layer: nn.Module, split: SplitLayer, function: Callable[..., Any
                 [f"{wording.name} cannot be compared with its unsplit self ({error or 'on another rank'}); {_REMEDY}"]
             )
         split.region = region.alone()
-        check(_choose_flow(layer, split, comparison, run))
+        with maps:
+            check(_choose_flow(layer, split, comparison, run))
     finally:
         split.region = region
     split.flow.is_checked = True
@@ -124,12 +129,44 @@ def _whole(layer: nn.Module, split: SplitLayer) -> Iterator[None]:
 # What users are told --------------------------------------------------------------------------------------------------
 
 
-def _wording(name: str) -> Wording:
+class _MapsRun:
+    """The latest of a layer's split maps that has run, while this is open.
+
+    Args:
+        layer: The layer.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self._latest = ""
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> None:
+        for path, child in self._layer.named_modules():
+            if isinstance(child._parameters.get("weight"), DTensor):
+                self._handles.append(child.register_forward_hook(functools.partial(self._note, path)))
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, path: str, linear: Any, args: Any, output: Any) -> None:
+        given = args[0].shape if args and isinstance(args[0], Tensor) else ()
+        part, whole = list(local_of(linear.weight).shape), list(linear.weight.shape)
+        self._latest = f", behind {path} {list(given)} x {part} of {whole}"
+
+    def take(self) -> str:
+        """In words, behind which map the layer has come; empty if behind none. The next run begins anew."""
+        latest, self._latest = self._latest, ""
+        return latest
+
+
+def _wording(name: str, maps: _MapsRun) -> Wording:
     return Wording(
         name,
         difference=lambda difference: _described(name, difference),
         failure=lambda error: [
-            f"{name} fails when its linear maps are split over ranks: {_first_line(error)}; {_REMEDY}"
+            f"{name} fails when its linear maps are split over ranks{maps.take()}: {_first_line(error)}; {_REMEDY}"
         ],
         elsewhere=f"{name} differs on another rank when it is split; {_REMEDY}",
     )

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 from lightning_parallel import _torch
 from lightning_parallel.ranks.dtensors import full_of, local_of
 from lightning_parallel.techniques.tensor.attention import attend_multihead
+from lightning_parallel.techniques.tensor.linear_maps import is_transposed
 from lightning_parallel.techniques.tensor.parameters import split_parameters
 from lightning_parallel.techniques.tensor.split_layer import SplitLayer
-from lightning_parallel.techniques.tensor.trace import is_transposed
 
 
 def split_maps(

@@ -10,21 +10,20 @@ from __future__ import annotations
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from lightning_parallel.module.layer_stacks import ModuleStructure, first_names
+from lightning_parallel.module.recorded_calls import LayerCall
 from lightning_parallel.ranks.divisibility import divisors, listed
 from lightning_parallel.techniques.tensor.argument_guesses import HEAD_COUNTS
+from lightning_parallel.techniques.tensor.linear_maps import is_transposed, linear_maps, shape_of, unlike_linear
 from lightning_parallel.techniques.tensor.splits import MapSplit
 from lightning_parallel.techniques.tensor.trace import (
-    LayerTrace,
     heads_violation,
-    is_transposed,
-    linear_maps,
     trace_layer,
 )
 
@@ -33,8 +32,22 @@ VOCABULARY = "vocab"
 _TABLES = (nn.Embedding.forward, nn.Linear.forward)
 """Forwards of tables of tokens. A subclass that scales embeddings or caps logits has another, and is not split."""
 _HUGGING_FACE = {"colwise": "colwise", "rowwise": "rowwise"}
+_MOST_SHOWN = 4
 _MOST = 64  # ranks: messages list divisors up to it
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+
+
+@dataclass(frozen=True)
+class UnseenLayers:
+    """Layers of one kind that did not run on guessed arguments.
+
+    Args:
+        layers: Their paths.
+        reason: The error, in a sentence for users.
+    """
+
+    layers: tuple[str, ...]
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -47,12 +60,16 @@ class TensorPlan:
         source: The origin of the plan, in words.
         violations: Reasons why it cannot be carried out, each with the possible values; empty if it can.
         splits: Every linear map with its shape and that of a rank's part, also those that stay whole.
+        unseen: Layers whose arguments could not be guessed: nothing is split until a step has shown these.
+        left_whole: Maps that flow alone does not let split, with shape and reason, of one layer of each kind.
     """
 
     roles: dict[str, str]
     source: str
     violations: list[str] = field(default_factory=list)
     splits: tuple[MapSplit, ...] = ()
+    unseen: tuple[UnseenLayers, ...] = ()
+    left_whole: tuple[str, ...] = ()
 
     @property
     def tables(self) -> list[str]:
@@ -65,7 +82,12 @@ class TensorPlan:
 
 
 def plan_tensor(
-    module: nn.Module, structure: ModuleStructure, given: Mapping[str, str] | None, *, degree: int | str
+    module: nn.Module,
+    structure: ModuleStructure,
+    given: Mapping[str, str] | None,
+    *,
+    degree: int | str,
+    calls: Mapping[str, LayerCall] | None = None,
 ) -> TensorPlan:
     """Decide how the layers of `module` are split over `degree` ranks; changes nothing.
 
@@ -74,6 +96,7 @@ def plan_tensor(
         structure: Its layer stacks.
         given: The user's own plan: path, in which ``*`` is one name, or the end of a path -> role.
         degree: Ranks that share a matrix product; a word such as ``"auto"`` where the number is not known yet.
+        calls: Path of a layer -> how a step has called it; ``None`` before the first step.
 
     Returns:
         The plan, with violations where it cannot be carried out.
@@ -88,25 +111,50 @@ def plan_tensor(
     tables, violations = _vocabulary(module, structure, given or {}, size)
     if tables or violations:
         rest = {pattern: role for pattern, role in (given or {}).items() if role != VOCABULARY}
-        plan = plan_tensor(module, structure, rest or None, degree=degree)
-        return TensorPlan({**plan.roles, **tables}, plan.source, [*plan.violations, *violations])
+        plan = plan_tensor(module, structure, rest or None, degree=degree, calls=calls)
+        return replace(plan, roles={**plan.roles, **tables}, violations=[*plan.violations, *violations])
     if given is not None:
         roles, violations = _from_dict(given, maps)
         return _checked(TensorPlan(roles, "tensor_plan", violations), maps, heads, size)
     if roles := _from_model(module, maps):
         return _checked(TensorPlan(roles, "the model's own _tp_plan"), maps, heads, size)
-    roles = {}
-    violations = []
-    traces: dict[Any, LayerTrace] = {}
-    for layer in structure.layers:
-        submodule = module.get_submodule(layer)
-        kind = (type(submodule), tuple((path, *_shape(m)) for path, m in linear_maps(submodule)))
-        if kind not in traces:
-            traces[kind] = trace_layer(submodule)
-            violations += [f"{layer} ({type(submodule).__name__}) {reason}" for reason in traces[kind].failures]
-            violations += [f"{layer}: {reason}" for reason in traces[kind].head_violations(size)]
-        roles |= {f"{layer}.{path}": role for path, role in traces[kind].roles(size).items()}
-    return _checked(TensorPlan(roles, "what flows from map to map in a layer", violations), maps, heads, size)
+    return _checked(_from_flow(module, structure, size, calls), maps, heads, size)
+
+
+def _from_flow(
+    module: nn.Module, structure: ModuleStructure, size: int, calls: Mapping[str, LayerCall] | None
+) -> TensorPlan:
+    """Infer roles from what flows through one layer of each kind."""
+    kinds: dict[Any, list[str]] = defaultdict(list)
+    for path in dict.fromkeys(structure.layers):
+        layer = module.get_submodule(path)
+        kinds[type(layer), tuple((name, *shape_of(m)) for name, m in linear_maps(layer))].append(path)
+    roles: dict[str, str] = {}
+    violations: list[str] = []
+    unseen: list[UnseenLayers] = []
+    left_whole: list[str] = []
+    for (cls, maps), paths in kinds.items():
+        call = next((calls[path] for path in paths if path in calls), None) if calls else None
+        trace = trace_layer(module.get_submodule(paths[0]), call)
+        reasons = [f"{paths[0]} ({cls.__name__}) {reason}" for reason in trace.failures]
+        if maps and call is None:
+            unseen += [UnseenLayers(tuple(paths), reason) for reason in reasons]
+        else:
+            violations += reasons
+        violations += [f"{paths[0]}: {reason}" for reason in trace.head_violations(size)]
+        left_whole += _described(paths[0], cls.__name__, module, trace.left_whole(size))
+        roles |= {f"{path}.{name}": role for path in paths for name, role in trace.roles(size).items()}
+    # A layer that the step has not called stays whole.
+    waiting = tuple(unseen) if calls is None else ()
+    source = "what flows from map to map in a layer"
+    return TensorPlan(roles, source, violations, unseen=waiting, left_whole=tuple(left_whole))
+
+
+def _described(path: str, cls: str, module: nn.Module, left_whole: dict[str, str]) -> Iterator[str]:
+    """The maps of one layer that stay whole: class, path, shape and reason of each."""
+    layer = module.get_submodule(path)
+    for name, reason in (left_whole | unlike_linear(layer)).items():
+        yield f"{path}.{name} {list(shape_of(layer.get_submodule(name)))} of {cls} {reason}"
 
 
 def _from_dict(given: Mapping[str, str], maps: Mapping[str, nn.Module]) -> tuple[dict[str, str], list[str]]:
@@ -187,11 +235,6 @@ def _pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(str(pattern)).replace(r"\*", r"[^.]+"))
 
 
-def _shape(linear: nn.Module) -> tuple[int, ...]:
-    map_of: Any = linear
-    return tuple(map_of.weight.shape) if hasattr(linear, "weight") else (map_of.embed_dim,)
-
-
 # Divisibility -------------------------------------------------------------------------------------------------------
 
 
@@ -209,12 +252,13 @@ def _checked(plan: TensorPlan, maps: Mapping[str, nn.Module], heads: _Heads, siz
             f"tensor={size} does not divide the {length} {'outputs' if roles[path] == 'colwise' else 'inputs'} of "
             f"{path}; possible: {listed(divisors(length, at_most=_MOST))}"
         )
-    if not roles and not violations:
+    if not roles and not violations and not plan.unseen:
+        shown = f" ({'; '.join(plan.left_whole[:_MOST_SHOWN])})" if plan.left_whole else ""
         violations.append(
-            f"tensor={size}: no branch of linear maps was found in the layers that could be split; name them with "
-            "tensor_plan={'path.in.layer': 'colwise' or 'rowwise'}, or give tensor=1"
+            f"tensor={size}: no branch of linear maps was found in the layers that could be split{shown}; name them "
+            "with tensor_plan={'path.in.layer': 'colwise' or 'rowwise'}, or give tensor=1"
         )
-    return TensorPlan(roles, plan.source, violations)
+    return replace(plan, roles=roles, violations=violations)
 
 
 def split_statistics_violations(module: nn.Module, plan: TensorPlan, layers: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_parallel.module.layer_stacks import ModuleStructure
-from lightning_parallel.techniques.tensor.trace import is_transposed, linear_maps
+from lightning_parallel.techniques.tensor.linear_maps import is_transposed, linear_maps
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,11 +17,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.module.dry_run import side_effects_undone
+from lightning_parallel.module.recorded_calls import LayerCall
 from lightning_parallel.ranks.divisibility import degrees_for_heads, listed
 from lightning_parallel.ranks.random_streams import unchanged_generators
 from lightning_parallel.techniques.tensor.argument_guesses import guess_arguments
+from lightning_parallel.techniques.tensor.linear_maps import is_transposed, linear_maps, unlike_linear
 
 _attention = F.scaled_dot_product_attention
+NAME_MAPS = "name its maps with tensor_plan={'path.in.layer': 'colwise' or 'rowwise'}"
+_GUESSED = "on hidden states, and what the names of its arguments suggest"
 _GROUPED = ("grouped_mm", "_grouped_mm")
 """Functions that multiply each expert's tokens by its weights."""
 
@@ -38,29 +43,6 @@ def heads_violation(size: int, heads: int, kv_heads: int) -> str:
         return ""
     kv = f" and {kv_heads} heads of keys and values" if kv_heads != heads else ""
     return f"tensor={size} cannot share {heads} heads{kv}; possible: {listed(legal)}"
-
-
-def is_transposed(linear: nn.Module) -> bool:
-    """Whether the weight is `[inputs, outputs]`, as in Hugging Face's `Conv1D`."""
-    return type(linear).__name__ == "Conv1D" and hasattr(linear, "nf")
-
-
-def linear_maps(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """List the linear maps of `layer` by path in it, with each `nn.MultiheadAttention` as one.
-
-    A subclass of `nn.Linear` with a forward of its own is left out, since it may compute anything.
-    """
-    inside: list[str] = []
-    for path, child in layer.named_modules():
-        if any(path.startswith(f"{outer}.") for outer in inside):
-            continue
-        if isinstance(child, nn.MultiheadAttention):
-            inside.append(path)
-            # Not split: attention with learned extra keys and values, or with weights that are computed.
-            if child.bias_k is None and not child.add_zero_attn and "weight" in child.out_proj._parameters:
-                yield path, child
-        elif "weight" in child._parameters and (type(child).forward is nn.Linear.forward or is_transposed(child)):
-            yield path, child
 
 
 @dataclass(frozen=True)
@@ -85,6 +67,7 @@ class LayerTrace:
         outputs: Path of a map -> its number of outputs.
         num_heads: Path of an `nn.MultiheadAttention` -> its number of heads.
         failures: Reasons why the layer could not be run; empty if it could.
+        called: Paths of the maps that the layer has called.
     """
 
     sources: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -93,6 +76,7 @@ class LayerTrace:
     outputs: dict[str, int] = field(default_factory=dict)
     num_heads: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    called: set[str] = field(default_factory=set)
 
     def roles(self, size: int) -> dict[str, str]:
         """Assign roles to maps that `size` ranks can share: the last of a branch by rows, those before by columns."""
@@ -105,6 +89,24 @@ class LayerTrace:
         roles = dict.fromkeys(self.split_whole, "heads")
         roles |= dict.fromkeys(colwise, "colwise") | dict.fromkeys(rowwise, "rowwise")
         return {path: roles[path] for path in self.sources if path in roles}
+
+    def left_whole(self, size: int) -> dict[str, str]:
+        """Map the paths of maps that `size` ranks do not share to the reason."""
+        roles, too_few = self.roles(size), {path for each in self.attentions for path in self._too_few(each, size)}
+        return {path: self._reason(path, too_few) for path in self.sources if path not in roles}
+
+    def _reason(self, path: str, too_few: set[str]) -> str:
+        sources = self.sources[path]
+        later = sorted(source for source in sources if self.sources[source])
+        if path not in self.called:
+            return "is not called"
+        if path in too_few:
+            return "has fewer heads than there are ranks"
+        if not sources:
+            return "reads hidden states, and no map reads what it makes of them alone"
+        if later:
+            return f"reads what {', '.join(later[:2])} makes of the results of other maps"
+        return f"reads what {', '.join(sorted(sources)[:2])} makes, which stays whole"
 
     def head_violations(self, size: int) -> list[str]:
         """Reasons why `size` ranks cannot share the heads; empty if they can."""
@@ -120,38 +122,53 @@ class LayerTrace:
                 yield path
 
 
-def trace_layer(layer: nn.Module) -> LayerTrace:
-    """Run `layer` once on hidden states and guessed arguments, and trace the data flow from map to map.
+def trace_layer(layer: nn.Module, call: LayerCall | None = None) -> LayerTrace:
+    """Run `layer` once, and trace the data flow from map to map.
 
-    It runs on the meta device, or, where its code reads values, on the host with parameters that take no memory. The
+    It runs on the meta device, or, where its code reads values, on a real one with parameters that take no memory. The
     layer is not changed, and its parameters are not copied.
+
+    Args:
+        layer: The layer.
+        call: The way a step has called it; without one, hidden states are given, and other arguments are guessed.
     """
     reasons = []
-    for device, limit in (("meta", 120), ("cpu", 24)):  # fewer guesses on the host, where each one really computes
-        placeholder = _without_memory(layer, torch.device(device))
-        for width in _widths(placeholder):
-            for args, kwargs in guess_arguments(
-                placeholder, width, _vectors(placeholder), torch.device(device), limit=limit
-            ):
-                trace = LayerTrace()
-                try:
-                    with (
-                        torch.device(device),
-                        warnings.catch_warnings(action="ignore"),
-                        side_effects_undone(placeholder),
-                    ):
-                        _run(placeholder, args, kwargs, trace)
-                except Exception as error:
-                    reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
-                else:
-                    return trace
-    first = reasons[0] if reasons else "it has no linear maps of torch's own kinds"
+    for device, limit in _devices(call):
+        placeholder = _without_memory(layer, device)
+        for args, kwargs in _each_try(placeholder, call, device, limit=limit):
+            trace = LayerTrace()
+            try:
+                with device, warnings.catch_warnings(action="ignore"), side_effects_undone(placeholder):
+                    _run(placeholder, args, kwargs, trace, device)
+            except Exception as error:
+                reasons.append((f"{type(error).__name__}: {error}".splitlines() or [""])[0])
+            else:
+                return trace
+    first = reasons[-1 if call else 0] if reasons else _no_maps(layer)
+    tried = f"on what the first step gives it, ({call})" if call else _GUESSED
     return LayerTrace(
-        failures=[
-            "could not be run on hidden states, and what the names of its arguments suggest, to see what flows "
-            f"through it ({first}); name its maps with tensor_plan={{'path.in.layer': 'colwise' or 'rowwise'}}"
-        ]
+        failures=[f"could not be run {tried}, to see what flows through it ({first}); {NAME_MAPS}"],
     )
+
+
+def _no_maps(layer: nn.Module) -> str:
+    unlike = "".join(f"; {path} {reason}" for path, reason in islice(unlike_linear(layer).items(), 4))
+    return f"it has no linear maps of torch's own kinds{unlike}"
+
+
+def _devices(call: LayerCall | None) -> list[tuple[torch.device, int]]:
+    """Where to run a layer, and how often: fewer times on a real device, where each run really computes."""
+    return [(torch.device("meta"), 120), (torch.device("cpu") if call is None else call.device, 24)]
+
+
+def _each_try(
+    layer: nn.Module, call: LayerCall | None, device: torch.device, *, limit: int
+) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    if call is not None:
+        yield call.on(device, {parameter.dtype for parameter in layer.parameters()})
+        return
+    for width in _widths(layer):
+        yield from guess_arguments(layer, width, _vectors(layer), device, limit=limit)
 
 
 def _widths(layer: nn.Module) -> list[int]:
@@ -172,7 +189,7 @@ def _vectors(layer: nn.Module) -> list[int]:
     return [size for size, _ in sizes.most_common(4)]
 
 
-def _run(layer: nn.Module, args: list[Any], kwargs: dict[str, Any], trace: LayerTrace) -> None:
+def _run(layer: nn.Module, args: list[Any], kwargs: dict[str, Any], trace: LayerTrace, device: torch.device) -> None:
     handles = []
     for path, child in linear_maps(layer):
         trace.sources[path] = frozenset()
@@ -185,14 +202,16 @@ def _run(layer: nn.Module, args: list[Any], kwargs: dict[str, Any], trace: Layer
         def before(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             trace.sources[path] = _sources(inputs)
+            trace.called.add(path)
 
         def after(module: nn.Module, args: Any, output: Any, path: str = path) -> Any:
             return tree_map_only(Tensor, lambda tensor: _Mark.apply(tensor, path), output)
 
         handles.append(child.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(child.register_forward_hook(after))
+    drawn_on = torch.device("cpu") if device.type == "meta" else device
     try:
-        with torch.enable_grad(), unchanged_generators(torch.device("cpu")), _AttentionNoted(trace):
+        with torch.enable_grad(), unchanged_generators(drawn_on), _AttentionNoted(trace):
             layer(*args, **kwargs)
     finally:
         for handle in handles:

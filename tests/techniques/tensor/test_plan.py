@@ -16,6 +16,7 @@ from lightning_parallel.techniques.tensor.trace import LayerTrace, trace_layer
 from tests.models.cases import Attention, Block, LoRA
 from tests.models.layered import HardBlock
 from tests.models.tables import TENSOR_MODULES
+from tests.techniques.tensor.test_linear_maps import Scaled
 
 COLUMNS, ROWS = "colwise", "rowwise"
 
@@ -192,8 +193,10 @@ def test_low_rank_factors_are_no_maps() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (Mixing, "no branch of linear maps was found"),
+        (Mixing, "layers.0.b [16, 16] of Mixing reads hidden states, and no map reads what it makes of them alone"),
         (lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU()), "no branch of linear maps was found"),
+        (lambda: nn.Sequential(nn.Linear(16, 32), Scaled(32, 16)), "layers.0.1 [16, 32] of Sequential is a Scaled, wh"),
+        (lambda: nn.Sequential(Scaled(32, 16)), "no linear maps of torch's own kinds; 0 is a Scaled, which computes"),
     ],
 )
 def test_left_whole(make: Callable[[], nn.Module], words: str) -> None:
@@ -319,6 +322,7 @@ def test_a_layer_that_cannot_be_run() -> None:
         def forward(self, x: Tensor, settings: Any) -> Tensor:
             return super().forward(x) * settings.scale
 
-    violations = plan(Needs).violations
-    assert violations[0].startswith("layers.0 (Needs) could not be run on hidden states")
-    assert len(violations) == 1
+    found = plan(Needs)
+    assert found.violations == []
+    assert [each.layers for each in found.unseen] == [("layers.0", "layers.1")]
+    assert found.unseen[0].reason.startswith("layers.0 (Needs) could not be run on hidden states")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel import ConfigurationError, build_strategy
 from tests.data import batches
-from tests.models.cases import CASES, next_token_loss
+from tests.models.cases import CASES
 from tests.models.hugging_face import Llama
 from tests.models.layered import Hard
 from tests.models.tables import TENSOR_MODULES
@@ -28,28 +26,6 @@ class Narrow(Hard):
         super().__init__(optimizer, make=lambda: nn.Sequential(nn.Linear(16, 10), nn.GELU(), nn.Linear(10, 16)))
 
 
-class NeedsMore(nn.Module):
-    """Takes an object, which nobody can guess."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor, settings: Any) -> Tensor:
-        return x + self.down(F.gelu(self.up(x) * settings.scale))
-
-
-class Untraceable(Hard):
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer, make=NeedsMore)
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x, SimpleNamespace(scale=1.0))
-        return next_token_loss(self.head(x), tokens)
-
-
 class Lone(Hard):
     """One map a layer: there is no pair of maps with features between them."""
 
@@ -58,7 +34,7 @@ class Lone(Hard):
 
 
 REFUSED = {
-    **TENSOR_MODULES, "narrow": Narrow, "untraceable": Untraceable, "lone": Lone, "lstm": CASES["lstm"],
+    **TENSOR_MODULES, "narrow": Narrow, "lone": Lone, "lstm": CASES["lstm"],
     "three_key_heads": lambda: Llama(kv_heads=4),
 }  # fmt: skip
 
@@ -76,7 +52,6 @@ REFUSED = {
         ("hard", 2, "tensor_plan={head: colwise}", ["'head' names no linear map of the layers"]),
         ("hard", 2, "tensor_plan={up: replicate}", ["no branch of linear maps"]),
         ("hard", 2, "tensor_plan={}", ["no branch of linear maps"]),
-        ("untraceable", 2, "", ["blocks.0 (NeedsMore) could not be run on hidden states", "tensor_plan="]),
         ("lone", 2, "", ["tensor=2: no branch of linear maps was found", "tensor=1"]),
         ("lstm", 2, "", ["tensor=2 works layer by layer, and LSTMModel has no stack of repeated layers", "layers="]),
         (
