@@ -20,6 +20,7 @@ from lightning_parallel.parallelize import Parallelized
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.lock_step import PredictionLockStep
 from lightning_parallel.techniques.accumulation import GradientReduction, ZeroGrad
+from lightning_parallel.techniques.local_update import LocalUpdate, is_elementwise
 from lightning_parallel.techniques.offload import OffloadedState
 from lightning_parallel.techniques.pipeline.gradients import sum_shared_gradients
 from lightning_parallel.techniques.pipeline.step_losses import MicrobatchWeights
@@ -40,7 +41,7 @@ class StepHooks:
 
     def __init__(self, policies: Policies) -> None:
         self._policies = policies
-        self._on_optimizers: list[OffloadedState | UpdateInBackward | ZeroGrad] = []
+        self._on_optimizers: list[OffloadedState | UpdateInBackward | ZeroGrad | LocalUpdate] = []
 
     def adopt(self, optimizers: Sequence[Optimizer], handed_out: Sequence[Any] = ()) -> None:
         """Let `optimizers` step as the policies say.
@@ -155,6 +156,7 @@ class Steps(StepHooks):
     @override
     def adopt(self, optimizers: Sequence[Optimizer], handed_out: Sequence[Any] = ()) -> None:
         self._on_optimizers += [ZeroGrad(optimizer, self._drop_held) for optimizer in (*optimizers, *handed_out)]
+        self._on_optimizers += [LocalUpdate(optimizer) for optimizer in optimizers if is_elementwise(optimizer)]
         super().adopt(optimizers)
         if self._policies.optimizer_in_backward:
             self._on_optimizers += [UpdateInBackward(optimizer, self._averaged) for optimizer in optimizers]
