@@ -20,11 +20,12 @@ from lightning_parallel.parallelize import Parallelized
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.lock_step import PredictionLockStep
 from lightning_parallel.techniques.accumulation import GradientReduction, ZeroGrad
+from lightning_parallel.techniques.buffer_sync import BufferSync
 from lightning_parallel.techniques.local_update import LocalUpdate, is_elementwise
 from lightning_parallel.techniques.offload import OffloadedState
 from lightning_parallel.techniques.pipeline.gradients import sum_shared_gradients
 from lightning_parallel.techniques.pipeline.step_losses import MicrobatchWeights
-from lightning_parallel.techniques.replicate import reduce_gradients, synchronize_buffers
+from lightning_parallel.techniques.replicate import reduce_gradients
 from lightning_parallel.techniques.sharding import reshard_units
 from lightning_parallel.techniques.unused import UnusedParameters
 from lightning_parallel.techniques.update_in_backward import UpdateInBackward
@@ -133,7 +134,9 @@ class Steps(StepHooks):
         self._is_manual = not getattr(module, "automatic_optimization", True)
         is_shared = self._mesh.gradient_group.size() > 1
         self._averaged = parallelized.averaged_parameters(module) if is_shared else []
-        self._has_buffers = next(module.buffers(), None) is not None
+        # Ranks of different stages have different buffers, so only those of one stage can agree on them.
+        group = self._mesh.gradient_group if self._mesh.pipeline_group is not None else None
+        self._buffers = BufferSync(module, group, self._mesh.stage_host_group, tell=tell)
         units = parallelized.units(module)
         stage = self._mesh.stage_host_group
         # A parameter that this rank gathered but did not use gets a gradient of zeros: other ranks may have used it,
@@ -174,10 +177,7 @@ class Steps(StepHooks):
         """
         for lengths in self._lengths:
             lengths.forget()
-        if self._has_buffers:
-            # Ranks of different stages have different buffers, so only those of one stage can agree on them.
-            is_cut = self._mesh.pipeline_group is not None
-            synchronize_buffers(self._module, self._mesh.gradient_group if is_cut else None)
+        self._buffers.synchronize()
 
     def free_gathered(self) -> None:
         """Free parameters that a step left gathered, so that hooks which read or write parameters find the shards."""
@@ -256,7 +256,7 @@ class Steps(StepHooks):
         self._reduction.after_update()
 
     def _average(self) -> None:
-        reduce_gradients(self._averaged, self._mesh.gradient_group)
+        reduce_gradients(self._averaged, self._mesh.gradient_group, self._mesh.stage_host_group)
 
 
 class PipelinedSteps(Steps):
