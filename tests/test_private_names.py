@@ -43,6 +43,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "unit": f"{FSDP}_fully_shard.FSDPModule",
         "unit._get_fsdp_state()": f"{FSDP}_fsdp_state.FSDPState",
     },
+    "_torch/optimizers.py": {"optimizer": "torch.optim.Adam"},
     "_torch/ddp.py": {"wrapped": "torch.nn.parallel.DistributedDataParallel"},
     "_torch/unit_classes.py": {
         "state": f"{FSDP}_fsdp_state.FSDPState",

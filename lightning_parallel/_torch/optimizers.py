@@ -1,4 +1,4 @@
-"""What torch's optimizers gather for a step: private names of torch."""
+"""Lists that optimizers of torch gather for a step, and the order of their hooks: private names of torch."""
 
 from __future__ import annotations
 
