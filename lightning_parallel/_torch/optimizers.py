@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch._guards import TracingContext
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -15,7 +17,8 @@ def intercept_gathered(optimizer: Any, change: Callable[[Sequence[list[Any]]], N
 
     `_init_group` of torch's optimizers, since 2.0, fills these lists, parameters first and gradients second, with an
     entry in each for every parameter that has a gradient, or none for a state that is not kept. The update takes what
-    is in them then. There is no public spelling.
+    is in them then. There is no public spelling. `torch._guards.TracingContext`, since 2.0, is there while the compiler
+    traces, which runs this function as it is; `torch.compiler.is_compiling` is false then.
 
     Args:
         optimizer: An optimizer of torch, not a subclass of one.
@@ -29,7 +32,8 @@ def intercept_gathered(optimizer: Any, change: Callable[[Sequence[list[Any]]], N
     @functools.wraps(plain)
     def gather(group: dict[str, Any], *lists: list[Any]) -> Any:
         result = plain(group, *lists)
-        if not group["differentiable"]:
+        # The compiler of a user's `step` runs this once, while it traces, and finds sources of what is in the lists.
+        if not group["differentiable"] and not torch.compiler.is_compiling() and TracingContext.try_get() is None:
             change(lists)
         return result
 
