@@ -266,22 +266,3 @@ def test_other_optimizers_are_left_alone() -> None:
     assert is_elementwise(torch.optim.AdamW(parameters))
     others = (Mine(parameters), torch.optim.LBFGS(parameters), torch.optim.Adafactor(parameters))
     assert not any(map(is_elementwise, others))
-
-
-def compiled(*, is_local: bool) -> list[Tensor]:
-    """Weights after three steps of a compiled `step`, which a user may make."""
-    torch._dynamo.reset()
-    model, _ = sharded_model()
-    optimizer = OPTIMIZERS["adamw"](model.norm.parameters())
-    update = LocalUpdate(optimizer) if is_local else None
-    step = torch.compile(optimizer.step, backend="eager")
-    for _ in range(3):
-        step()
-    if update is not None:
-        update.detach()
-    return [parameter.detach().full_tensor() for parameter in model.norm.parameters()]  # type: ignore[attr-defined]
-
-
-def test_a_step_that_the_user_compiles_is_as_before(ranks: Any) -> None:
-    ours, theirs = (ranks(2).run(compiled, is_local=is_local)[0] for is_local in (True, False))
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
