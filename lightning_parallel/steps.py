@@ -21,10 +21,12 @@ from lightning_parallel.parallelize import Parallelized
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.lock_step import PredictionLockStep
 from lightning_parallel.techniques.accumulation import GradientReduction, ZeroGrad
+from lightning_parallel.techniques.buffer_sync import BufferSync
+from lightning_parallel.techniques.local_update import LocalUpdate, is_elementwise
 from lightning_parallel.techniques.offload import OffloadedState
 from lightning_parallel.techniques.pipeline.gradients import sum_shared_gradients
 from lightning_parallel.techniques.pipeline.step_losses import MicrobatchWeights
-from lightning_parallel.techniques.replicate import reduce_gradients, synchronize_buffers
+from lightning_parallel.techniques.replicate import reduce_gradients
 from lightning_parallel.techniques.sharding import reshard_units
 from lightning_parallel.techniques.unused import UnusedParameters
 from lightning_parallel.techniques.update_in_backward import UpdateInBackward
@@ -41,7 +43,7 @@ class StepHooks:
 
     def __init__(self, policies: Policies) -> None:
         self._policies = policies
-        self._on_optimizers: list[OffloadedState | UpdateInBackward | ZeroGrad] = []
+        self._on_optimizers: list[OffloadedState | UpdateInBackward | ZeroGrad | LocalUpdate] = []
 
     def adopt(self, optimizers: Sequence[Optimizer], handed_out: Sequence[Any] = ()) -> None:
         """Let `optimizers` step as the policies say.
@@ -136,7 +138,9 @@ class Steps(StepHooks):
         self._is_manual = not getattr(module, "automatic_optimization", True)
         is_shared = self._mesh.gradient_group.size() > 1
         self._averaged = parallelized.averaged_parameters(module) if is_shared else []
-        self._has_buffers = next(module.buffers(), None) is not None
+        # Ranks of different stages have different buffers, so only those of one stage can agree on them.
+        group = self._mesh.gradient_group if self._mesh.pipeline_group is not None else None
+        self._buffers = BufferSync(module, group, self._mesh.stage_host_group, tell=tell)
         units = parallelized.units(module)
         stage = self._mesh.stage_host_group
         # A parameter that this rank gathered but did not use gets a gradient of zeros: other ranks may have used it,
@@ -161,6 +165,7 @@ class Steps(StepHooks):
     @override
     def adopt(self, optimizers: Sequence[Optimizer], handed_out: Sequence[Any] = ()) -> None:
         self._on_optimizers += [ZeroGrad(optimizer, self._drop_held) for optimizer in (*optimizers, *handed_out)]
+        self._on_optimizers += [LocalUpdate(optimizer) for optimizer in optimizers if is_elementwise(optimizer)]
         super().adopt(optimizers)
         if self._policies.optimizer_in_backward:
             self._on_optimizers += [UpdateInBackward(optimizer, self._averaged) for optimizer in optimizers]
@@ -179,10 +184,7 @@ class Steps(StepHooks):
         self.order.begin()
         for lengths in self._lengths:
             lengths.forget()
-        if self._has_buffers:
-            # Ranks of different stages have different buffers, so only those of one stage can agree on them.
-            is_cut = self._mesh.pipeline_group is not None
-            synchronize_buffers(self._module, self._mesh.gradient_group if is_cut else None)
+        self._buffers.synchronize()
 
     @override
     def check_calls(self) -> None:
@@ -265,7 +267,7 @@ class Steps(StepHooks):
         self._reduction.after_update()
 
     def _average(self) -> None:
-        reduce_gradients(self._averaged, self._mesh.gradient_group)
+        reduce_gradients(self._averaged, self._mesh.gradient_group, self._mesh.stage_host_group)
 
 
 class PipelinedSteps(Steps):

@@ -43,6 +43,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "unit": f"{FSDP}_fully_shard.FSDPModule",
         "unit._get_fsdp_state()": f"{FSDP}_fsdp_state.FSDPState",
     },
+    "_torch/optimizers.py": {"optimizer": "torch.optim.Adam"},
     "_torch/ddp.py": {"wrapped": "torch.nn.parallel.DistributedDataParallel"},
     "_torch/mixed_lists.py": {"operation": "torch._ops.OpOverload", "each": "torch._ops.OpOverload"},
     "_torch/unit_parameters.py": {

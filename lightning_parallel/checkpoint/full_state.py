@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lightning_parallel.module.placeholders import is_placeholder
-from lightning_parallel.ranks.dtensors import local_of, sharded_like, whole_on_host
+from lightning_parallel.ranks.dtensors import local_of, sharded_like, whole_on_device, whole_on_host
 from lightning_parallel.ranks.stage_owners import StageOwners, all_stage_owners, stage_owners_of
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False) -> di
             if keep:
                 result[name] = result[first]  # tied weights stay one tensor, in memory and in the file
             continue
-        gathered = whole(value, owners_by_name.get(name)) if isinstance(value, Tensor) else value
+        gathered = _gathered(value, keep, owners_by_name.get(name))
         if keep:
             result[name] = gathered.clone() if copy and _share_memory(gathered, value) else gathered
     return result
@@ -128,7 +128,7 @@ def whole_optimizer_state(optimizer: Optimizer, *, keep: bool, is_cut: bool = Tr
         entries = state["state"].get(number)
         # Also without entries here: a rank of another stage has none, and still takes part in the broadcast.
         if is_cut and (owners := stage_owners_of(parameter)) is not None:
-            gathered[number] = _from_owner(entries, owners)
+            gathered[number] = _from_owner(entries, owners, keep)
         elif entries is not None:
             gathered[number] = {name: _gathered(value, keep) for name, value in entries.items()}
     gathered = {number: entries for number, entries in gathered.items() if entries is not None}
@@ -220,8 +220,15 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _from_owner(entries: Mapping[str, Any] | None, owners: StageOwners) -> dict[str, Any] | None:
-    """The whole optimizer state of a parameter, from the stage that owns it. A collective of the pipeline."""
+def _from_owner(entries: Mapping[str, Any] | None, owners: StageOwners, keep: bool = True) -> dict[str, Any] | None:
+    """The whole optimizer state of a parameter, from the stage that owns it. A collective of the pipeline.
+
+    Where not `keep`, rank 0 alone wants it: pipelines without that rank only help to gather.
+    """
+    if not keep and not owners.reaches_first_rank:
+        for value in (entries or {}).values() if owners.counts_here else ():
+            _gathered(value, keep)
+        return None
     if not owners.counts_here or entries is None:
         return owners.object_from_owner(None)  # type: ignore[no-any-return]
     return owners.object_from_owner(_whole_entries(entries))  # type: ignore[no-any-return]
@@ -251,11 +258,18 @@ def _share_memory(gathered: Any, value: Any) -> bool:
     return bool(gathered.untyped_storage().data_ptr() == local.untyped_storage().data_ptr())
 
 
-def _gathered(value: Any, keep: bool) -> Any:
+@torch.no_grad()
+def _gathered(value: Any, keep: bool, owners: StageOwners | None = None) -> Any:
+    """The whole of `value` in host memory for rank 0, if this rank shall `keep` it. A collective if it is sharded."""
     if not isinstance(value, Tensor):
         return value
-    gathered = whole(value)
-    return gathered if keep else None
+    owners = owners or stage_owners_of(value)
+    if keep or (owners is not None and owners.reaches_first_rank):
+        return whole(value, owners)
+    # Others want this rank's part of it, and nobody wants it in this rank's host memory.
+    if owners is None or owners.counts_here:
+        whole_on_device(value)
+    return None
 
 
 def _like(value: Any, target: Any) -> Any:

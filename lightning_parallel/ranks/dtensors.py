@@ -20,6 +20,11 @@ def full_of(tensor: Tensor) -> Tensor:
 
 def whole_on_host(tensor: Tensor) -> Tensor:
     """The whole of `tensor` in host memory, on every rank. A collective for a DTensor."""
+    return whole_on_device(tensor).detach().cpu()
+
+
+def whole_on_device(tensor: Tensor) -> Tensor:
+    """The whole of `tensor` where its process group moves memory, on every rank. A collective for a DTensor."""
     if isinstance(tensor, DTensor):
         # Offloaded shards lie in host memory, while their process group moves device memory.
         on_device: Any = tensor.to(tensor.device_mesh.device_type)
@@ -30,7 +35,7 @@ def whole_on_host(tensor: Tensor) -> Tensor:
             placements[dim] = Replicate()
             on_device = on_device.redistribute(placements=placements)
         tensor = on_device.to_local()
-    return tensor.detach().cpu()
+    return tensor
 
 
 def sharded_like(value: Tensor, target: DTensor, placements: Any = None) -> Tensor:

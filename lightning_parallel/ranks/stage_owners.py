@@ -40,6 +40,11 @@ class StageOwners:
         """Whether this rank is the owner: sums over parameters, such as norms, count each only there."""
         return self.group.rank() == self.ranks[0]
 
+    @property
+    def reaches_first_rank(self) -> bool:
+        """Whether rank 0, which saves, is a rank of this pipeline: other pipelines have equal values."""
+        return 0 in dist.get_process_group_ranks(self.host_group)
+
     def from_owner(self, value: Tensor) -> Tensor:
         """The owner's `value`, a tensor in host memory, on all ranks of the pipeline. A collective.
 

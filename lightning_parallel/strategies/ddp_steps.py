@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.policies import Policies
+from lightning_parallel.ranks.mesh import build_host_group
 from lightning_parallel.steps import StepHooks
 from lightning_parallel.techniques.accumulation import AccumulationWindow
 from lightning_parallel.techniques.replicate import reduce_gradients
@@ -156,7 +157,8 @@ class DDPSteps(StepHooks):
         """Reduce gradients that were held: manual optimization may step without a backward in which DDP reduces."""
         if self._window.take_rest():
             assert dist.group.WORLD is not None
-            reduce_gradients(list(self._module.parameters()), dist.group.WORLD)
+            parameters = list(self._module.parameters())
+            reduce_gradients(parameters, dist.group.WORLD, build_host_group(parameters[0].device.type))
 
 
 def _trainable(module: nn.Module) -> set[nn.Parameter]:

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
+from torch.optim import LBFGS, Adafactor, Optimizer
 
 from lightning_parallel.checkpoint.full_state import make_optimizer_sharded
 from lightning_parallel.errors import check
 from lightning_parallel.module.placeholders import is_placeholder
+from lightning_parallel.techniques.local_update import is_elementwise
 
 _UNSHARDABLE: dict[type[Optimizer], str] = {
     LBFGS: "LBFGS keeps one history of all parameters together, which cannot be sharded; use ddp_custom",
     Adafactor: "torch's Adafactor takes means of whole matrices, for which DTensor has no rule; use zero1_custom",
-    Rprop: "torch's Rprop indexes with masks, for which DTensor has no rule; use zero1_custom",
 }
 
 
@@ -40,7 +40,8 @@ def adopt_optimizers(
         make_optimizer_sharded(optimizer, replaced or {})
     check(_strangers(optimizers, module))
     for optimizer in optimizers:
-        _separate_mixed_groups(optimizer)
+        if not is_elementwise(optimizer):
+            _separate_mixed_groups(optimizer)
 
 
 def tell_missing_states(optimizers: Sequence[Optimizer], states: Sequence[object]) -> None:

@@ -145,9 +145,7 @@ def _sharded_axes(gradient: Tensor) -> _Axes:
 
 def _holders(gradients: list[Tensor]) -> list[Tensor]:
     """Plain tensors whose `.grad` are the local gradients, in the form that torch's functions for scaling take."""
-    holders = []
-    for gradient in gradients:
-        holder = torch.empty_like(gradient)
+    holders = [gradient.detach() for gradient in gradients]  # of the same memory: nobody reads the holders themselves
+    for holder, gradient in zip(holders, gradients, strict=True):
         holder.grad = gradient
-        holders.append(holder)
     return holders

@@ -40,20 +40,7 @@ def synchronize_module(module: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def synchronize_buffers(module: nn.Module, group: ProcessGroup | None = None) -> None:
-    """Give every rank the buffers of rank 0, as DDP does before each forward: BatchNorm statistics stay equal.
-
-    Args:
-        module: The module.
-        group: The ranks that compute the same buffers, by default all; all get those of its first rank.
-    """
-    if _is_parallel():
-        buffers = [buffer for buffer in module.buffers() if not buffer.is_meta]
-        _torch.groups.broadcast_tensors(buffers, source=0, group=group)
-
-
-@torch.no_grad()
-def reduce_gradients(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
+def reduce_gradients(parameters: Sequence[nn.Parameter], group: ProcessGroup, host_group: ProcessGroup) -> None:
     """Average the gradients of `parameters`, which each rank holds whole, over `group`. A collective.
 
     A parameter that no rank used keeps no gradient; one that some ranks used counts as zero on the others. A sum may
@@ -64,12 +51,14 @@ def reduce_gradients(parameters: Sequence[nn.Parameter], group: ProcessGroup) ->
         parameters: The same parameters in the same order on every rank; one that is frozen now may still have an
             earlier gradient.
         group: The ranks that read different samples.
+        host_group: These ranks, and maybe others that hold the same parameters and use them alike, for host memory.
     """
     if not parameters or group.size() == 1:
         return
-    # Ranks may use different parameters, and a collective needs the same tensors on each: so they agree first.
-    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
-    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group)
+    # Ranks may use different parameters, and a collective needs the same tensors on each: so they agree first, in host
+    # memory, since reading flags from the device would wait for all that is queued there.
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=host_group)
     gradients = []
     for parameter, is_used in zip(parameters, used.tolist(), strict=True):
         if is_used:

@@ -7,7 +7,8 @@ rank has the reduced gradients of one unit at a time.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ class UpdateInBackward:
 
     def __init__(self, optimizer: Optimizer, averaged: Collection[Tensor] = ()) -> None:
         self._optimizer = optimizer
+        self._places: dict[Tensor, tuple[int, int]] = {}
         waits = set(averaged)
         # A parameter that is frozen now may thaw: without a hook, the step of the loop updates it.
         self._handles = [
@@ -69,13 +71,28 @@ class UpdateInBackward:
     @torch.no_grad()
     def _update(self, parameter: Tensor) -> None:
         groups = self._optimizer.param_groups  # not kept from before: loading a state replaces them
-        everything = [group["params"] for group in groups]
-        try:
-            for group, parameters in zip(groups, everything, strict=True):
-                group["params"] = [parameter] if any(parameter is each for each in parameters) else []
-            # The undecorated function: hooks and counters around `step` belong to the step that the loop makes.
-            type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
-        finally:
-            for group, parameters in zip(groups, everything, strict=True):
-                group["params"] = parameters
+        group = self._group_of(parameter, groups)
+        if group is not None:
+            parameters = group["params"]
+            try:
+                # Only what concerns this parameter: going through all of them here would be quadratic in their number.
+                group["params"], self._optimizer.param_groups = [parameter], [group]
+                # The undecorated function: hooks and counters around `step` belong to the step that the loop makes.
+                type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
+            finally:
+                group["params"], self._optimizer.param_groups = parameters, groups
         parameter.grad = None
+
+    def _group_of(self, parameter: Tensor, groups: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        """The group of `parameter`; ``None`` if it is in none any more."""
+        if not self._is_at(self._places.get(parameter), parameter, groups):
+            self._places = {p: (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
+        place = self._places.get(parameter)
+        return None if place is None else groups[place[0]]
+
+    @staticmethod
+    def _is_at(place: tuple[int, int] | None, parameter: Tensor, groups: Sequence[dict[str, Any]]) -> bool:
+        if place is None or place[0] >= len(groups):
+            return False
+        parameters = groups[place[0]]["params"]
+        return place[1] < len(parameters) and parameters[place[1]] is parameter

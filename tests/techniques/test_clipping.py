@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from lightning_parallel.techniques.clipping import clip_gradients_by_norm
+from lightning_parallel.techniques.clipping import clip_gradients_by_norm, clip_gradients_by_value
 from tests.models.cases import GPT
 from tests.parity import largest
 
@@ -54,6 +56,32 @@ def distribute(value: Tensor, like: DTensor) -> Tensor:
 def test_clipping_equals_torch(ranks: Any, size: int, norm_type: float, max_norm: float) -> None:
     tolerance = 1e-3 if norm_type == 1.0 else 1e-5  # the 1-norm of 11,152 elements is itself some 9,000
     assert largest(ranks(size).run(clip, norm_type, max_norm)) < tolerance
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the elements of new memory that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        new = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self.elements += sum(t.numel() for t in new if t.untyped_storage().data_ptr() not in known)
+        return result
+
+
+@pytest.mark.parametrize("clip_gradients", [clip_gradients_by_norm, clip_gradients_by_value])
+def test_clipping_makes_no_copy_of_the_gradients(clip_gradients: Any) -> None:
+    parameters = [nn.Parameter(torch.ones(100, 100)) for _ in range(4)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with Allocated() as allocated:
+        clip_gradients(parameters, 0.5)
+    assert float(parameters[0].grad.max()) < 1  # type: ignore[union-attr]
+    assert allocated.elements < 100  # scalars; there are 40,000 elements
 
 
 def test_clipping_without_gradients() -> None:

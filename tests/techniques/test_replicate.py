@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,12 @@ def reduce_some() -> list[Any]:
     parameters[0].grad = torch.full((2,), float(rank + 1))
     if rank == 1:
         parameters[1].grad = torch.full((2,), 4.0)
-    reduce_gradients(parameters, dist.group.WORLD)
+    host_group = dist.new_group(backend="gloo")
+    with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduce:
+        reduce_gradients(parameters, dist.group.WORLD, host_group)
+    # Flags that were reduced on the device would have to be waited for.
+    found = [(call.args[0].dtype, call.kwargs["group"] is host_group) for call in reduce.call_args_list]
+    assert found == [(torch.uint8, True), (torch.float32, False)]
     return [None if p.grad is None else p.grad.tolist() for p in parameters]
 
 
