@@ -15,11 +15,11 @@ from lightning_parallel.errors import FirstStepError
 from tests.names import num_readers
 from tests.parity import Outcome, Recorder, is_moving, largest, make_trainer
 from tests.rank_pool import RankError
-from tests.zoo import decoders
+from tests.zoo import decoders, encoders, images, others
 from tests.zoo.registry import ZOO
 from tests.zoo.steps import loader_of
 
-FILES = (decoders,)
+FILES = (decoders, encoders, images, others)
 """They enter their modules in `ZOO` where they are imported."""
 
 NAMES = ("ddp_custom", "zero1_custom", "fsdp_custom", "tp_custom", "cp_custom", "pp_custom")
@@ -31,6 +31,12 @@ layer or a rank is off by more than a tenth."""
 SMALLEST = 1e-3
 """Of the largest change in the model: tensors that change less are compared with this. Some have no gradient but what
 rounding leaves, such as the biases of keys."""
+
+DEFECTS = ("wrong", "hangs", "crashes", "differs")
+"""What a cell may not be, the worst first but for hangs, of which nobody is told anything else."""
+
+ORDER = ("crashes", "differs", "refused")
+"""Of what is said where ranks say different things: the first of these is the worst."""
 
 DEADLINE = 60.0
 """Seconds for a cell; it takes some two."""
@@ -56,7 +62,7 @@ def try_to_train(module: str, name: str, num_ranks: int) -> tuple[str, Outcome |
     try:
         return "runs", train(module, name, num_ranks)
     except ConfigurationError as error:
-        return "refused", str(error)
+        return "refused", "\n".join(error.violations)
     except FirstStepError as error:
         return "differs", str(error)
     except Exception as error:
@@ -92,17 +98,19 @@ def run_cell(ranks: Any, module: str, name: str) -> tuple[str, str]:
     """Train a module under a name on two ranks of a pool.
 
     Returns:
-        ``"runs"``, ``"refused"``, ``"wrong"``, ``"differs"`` (which the package itself found in the first step),
-        ``"crashes"`` or ``"hangs"``; and the largest relative difference, or what was said.
+        ``"runs"`` and the largest relative difference; or ``"refused"``, ``"wrong"``, ``"differs"`` (which the package
+        itself found in the first step), ``"crashes"`` or ``"hangs"`` and what was said.
     """
     expected = reference(module)
     try:
         answers = ranks(2).run(try_to_train, module, name, 2, deadline=DEADLINE)
     except RankError as error:
         return "hangs", str(error)
-    words = [word for word, _ in answers]
-    if words != ["runs", "runs"]:
-        ranks(2).close()  # the next one finds a new pair, whatever the error left behind
-        return next((word, str(said)) for word, said in answers if word != "runs")
+    said = [answer for answer in answers if answer[0] != "runs"]
+    if said:
+        if any(word != "refused" for word, _ in answers):
+            ranks(2).close()  # the next cell finds a new pair, whatever the error left behind
+        word, text = min(said, key=lambda answer: ORDER.index(answer[0]))
+        return word, str(text)
     difference = relative_difference(answers[0][1], expected)
-    return "runs" if difference <= TOLERANCE else "wrong", f"{difference:.0e}"
+    return "runs" if difference <= TOLERANCE else "wrong", f"relative difference {difference:.0e}"

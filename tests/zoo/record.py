@@ -1,28 +1,33 @@
-"""Run cells of the zoo and write them into its table: ``python -m tests.zoo.record [part of a name ...]``."""
+"""Run cells of the zoo and write them into its table: ``python -m tests.zoo.record [module ...]``."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import time
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
 import torch
 
 from tests.quiet import silence
 from tests.rank_pool import RankPool
 from tests.zoo.cells import NAMES, run_cell
+from tests.zoo.packages import lacking
 from tests.zoo.registry import ZOO
 
 TABLE = Path(__file__).with_name("zoo.json")
+MOST_LETTERS = 160
+"""Of what is said; the table has its beginning, up to the end of a word."""
 
 
-def main(parts: list[str]) -> None:
-    """Write what each cell of the modules with one of these parts in their names is now."""
+def main(modules: list[str]) -> None:
+    """Write what each cell of these modules, or of all, is now. A reader of the difference judges whether it may be."""
     torch.set_num_threads(1)
     silence()
+    cells = json.loads(TABLE.read_text())["cells"] if TABLE.is_file() else {}
     pools: dict[int, RankPool] = {}
 
     def ranks(size: int) -> RankPool:
@@ -30,13 +35,33 @@ def main(parts: list[str]) -> None:
             pools[size] = RankPool(size, Path(tempfile.mkdtemp()))
         return pools[size]
 
-    for module in [name for name in ZOO if not parts or any(part == name for part in parts)]:
-        for name in NAMES:
-            began = time.monotonic()
-            word, said = run_cell(ranks, module, name)
-            print(f"### {module} {name} {time.monotonic() - began:.1f}s {word}: {said[:1500]}", flush=True)
+    for module in modules or list(ZOO):
+        if others := lacking(ZOO[module].packages):
+            sys.exit(f"{module} needs {others}; pip install -e '.[zoo]'")
+        cells[module] = {name: record(ranks, module, name) for name in NAMES}
+        write({name: cells[name] for name in ZOO if name in cells})
     for pool in pools.values():
         pool.close()
+
+
+def record(ranks: Any, module: str, name: str) -> str:
+    """Run a cell; returns what the table says of it."""
+    began = time.monotonic()
+    word, said = run_cell(ranks, module, name)
+    print(f"{module} {name}, {time.monotonic() - began:.1f} s: {word}: {said}", flush=True)
+    return word if word == "runs" else f"{word}: {beginning(said)}"
+
+
+def beginning(said: str) -> str:
+    """The first sentence of what was said, without the layer or module that it begins with, which differ by model."""
+    first = re.sub(r"^model[\w.]* \(\w+\) ", "", said.splitlines()[0])
+    first = first.partition("; ")[0]
+    return first if len(first) <= MOST_LETTERS else first[:MOST_LETTERS].rpartition(" ")[0]
+
+
+def write(cells: dict[str, dict[str, str]]) -> None:
+    table = {"names": list(NAMES), "modules": list(cells), "cells": cells}
+    TABLE.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

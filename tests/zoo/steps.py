@@ -22,7 +22,7 @@ class Training(L.LightningModule):
     """A model and its optimizer.
 
     SGD, since a gradient that is too large or too small by a factor moves the weights by that factor: Adam divides it
-    away.
+    away. Statistics of batches are frozen: those of a part of a batch are others by definition.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -32,6 +32,11 @@ class Training(L.LightningModule):
     def samples(self, number: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         """What the data has for each sample, `number` of them."""
         raise NotImplementedError
+
+    def on_train_epoch_start(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
@@ -92,7 +97,7 @@ class Translation(Training):
 
 
 class ImageClassifier(Training):
-    """A class for each image; batch statistics are frozen, since those of a part of a batch are others by definition.
+    """A class for each image.
 
     Args:
         model: Gives logits, or an object that has them.
@@ -102,11 +107,6 @@ class ImageClassifier(Training):
     def __init__(self, model: nn.Module, size: int = 32) -> None:
         super().__init__(model)
         self.size = size
-
-    def on_train_epoch_start(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.eval()
 
     def samples(self, number: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         images = torch.randn(number, 3, self.size, self.size, generator=generator)

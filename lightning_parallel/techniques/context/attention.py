@@ -20,6 +20,7 @@ ATTENTIONS: dict[str, Callable[..., Tensor]] = {"ulysses": ulysses.attend, "ring
 """Name -> `scaled_dot_product_attention` of parts; takes a `Sequences` before the usual arguments."""
 
 _attention = functional.scaled_dot_product_attention
+_SOFTMAXES = (functional.softmax, torch.softmax, Tensor.softmax)
 
 
 class SplitAttention(TorchFunctionMode):
@@ -41,6 +42,7 @@ class SplitAttention(TorchFunctionMode):
         self.rule = rule
         self._tables = tables
         self.calls = 0
+        self.softmaxes = 0
         self.counted = 0
         self._depth = 0
 
@@ -80,6 +82,7 @@ class SplitAttention(TorchFunctionMode):
         if self.rule.counts and func is torch.arange and is_count_of_part(self._sequences, args, kwargs or {}):
             self.counted += 1
             return positions_of_part(self._sequences, args, kwargs or {})
+        self.softmaxes += func in _SOFTMAXES
         return func(*args, **(kwargs or {}))
 
     # Not compiled: there is only one kernel between exchanges to gain from, and queries, keys and values differ in

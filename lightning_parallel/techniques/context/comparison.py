@@ -105,7 +105,7 @@ def batch_statistics_violations(path: str, layer: nn.Module) -> list[str]:
 def _failed(path: str, layer: nn.Module, error: Exception, *, has_attention: bool) -> str:
     """In words, that the layer fails on a part."""
     if not has_attention:
-        return f"{bypassed(path, layer)}. On a part of a sequence it fails with: {error}"
+        return f"{_in_other_code(path, layer)}. On a part of a sequence it fails with: {error}"
     return (
         f"{_name(path, layer)} fails on a part of the sequence: {error}. Shapes, masks or "
         "positions that it makes by itself are those of whole sequences; give context=1"
@@ -120,11 +120,29 @@ def counted_otherwise(path: str, layer: nn.Module) -> str:
     )
 
 
-def bypassed(path: str, layer: nn.Module) -> str:
-    """In words, that the layer has no attention that ranks could share."""
+def bypassed(path: str, layer: nn.Module, *, softmaxes: int) -> str:
+    """In words, that the layer has no attention that ranks could share.
+
+    Args:
+        path: Where it is.
+        layer: The layer.
+        softmaxes: How often it has called softmax, which attention in Python does.
+    """
+    if softmaxes:
+        return _in_other_code(path, layer)
     return (
         f"{_name(path, layer)} does not call torch's scaled_dot_product_attention, which is what "
-        "ranks share under context parallel; for Hugging Face models give attn_implementation='sdpa', for "
+        "ranks share under context parallel, and computes no attention by itself either: what such a layer does with "
+        "positions, such as a convolution, a recurrence or a state space (Mamba), needs those of other ranks, which "
+        "nobody sends; give context=1"
+    )
+
+
+def _in_other_code(path: str, layer: nn.Module) -> str:
+    """In words, that the layer's attention is not torch's."""
+    return (
+        f"{_name(path, layer)} does not call torch's scaled_dot_product_attention, which is what "
+        "ranks share under context parallel; for Hugging Face models that have it give attn_implementation='sdpa', for "
         "nn.MultiheadAttention need_weights=False, or give context=1"
     )
 

@@ -132,7 +132,7 @@ class _Part:
         output = self._on_part(layer, forward, hidden, args, kwargs, attention)
         join_collected(collected, sequences, part=hidden, path=self.path)
         if not attention.calls:
-            raise ConfigurationError([bypassed(self.path, layer)])
+            raise ConfigurationError([bypassed(self.path, layer, softmaxes=attention.softmaxes)])
         if attention.counted != verified.counted:
             raise ConfigurationError([counted_otherwise(self.path, layer)])
         return self._joined(output) if self.is_last else output
@@ -303,7 +303,7 @@ class _Part:
         output = self._joined(self._on_part(layer, forward, part, args[1:], kwargs, attention))
         join_collected(collected, self.stack.sequences, part=part, path=self.path)
         if not attention.calls:
-            raise ConfigurationError([bypassed(self.path, layer)])
+            raise ConfigurationError([bypassed(self.path, layer, softmaxes=attention.softmaxes)])
         if attention.counted != runs[0].counted:
             raise ConfigurationError([counted_otherwise(self.path, layer)])
         return output

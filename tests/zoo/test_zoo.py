@@ -1,0 +1,53 @@
+"""Public modules under the names, against one process. The table of the zoo; ``pytest -m zoo`` runs all of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.zoo.cells import DEFECTS, NAMES, run_cell
+from tests.zoo.packages import lacking, pinned
+from tests.zoo.registry import ZOO
+
+TABLE = json.loads(Path(__file__).with_name("zoo.json").read_text())
+CELLS: dict[tuple[str, str], str] = {
+    (module, name): cell for module, row in TABLE["cells"].items() for name, cell in row.items()
+}
+"""(module, name) -> "runs"; or "refused", or a defect's word, and words of what is said."""
+ALWAYS = ("qwen3_moe", "albert")
+"""Modules that run in each whole test run; the others take their time."""
+RUNS = [
+    pytest.param(module, name, marks=[] if module in ALWAYS else [pytest.mark.zoo], id=f"{module}-{name}")
+    for module, name in CELLS
+]
+
+
+@pytest.mark.parametrize(("module", "name"), RUNS)
+def test_cell(ranks: Any, module: str, name: str) -> None:
+    """A defect of the table fails here too as soon as it is none: the table is to say so then."""
+    if others := lacking(ZOO[module].packages):
+        pytest.skip(f"the table of the zoo was made with {others}; pip install -e '.[zoo]'")
+    expected, _, words = CELLS[module, name].partition(": ")
+    found, said = run_cell(ranks, module, name)
+    assert found == expected, said
+    assert words in said
+
+
+def test_the_table_lists_what_is_tested() -> None:
+    assert TABLE["names"] == list(NAMES)
+    assert TABLE["modules"] == list(TABLE["cells"]) == list(ZOO)
+    assert len(ZOO) >= 40
+    assert all(list(row) == list(NAMES) for row in TABLE["cells"].values())
+    assert {cell.partition(": ")[0] for cell in CELLS.values()} <= {"runs", "refused", *DEFECTS}
+    assert set(ALWAYS) <= set(ZOO)
+
+
+def test_no_number_is_wrong_without_a_word() -> None:
+    assert [key for key, cell in CELLS.items() if cell.startswith("wrong")] == []
+
+
+def test_every_package_is_pinned() -> None:
+    assert {package for entry in ZOO.values() for package in entry.packages} == set(pinned())
