@@ -142,7 +142,8 @@ class PlannedStrategy(RefusingStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.steps.begin()
-        output = self.first_step.run(super().training_step, args, kwargs)
+        with self.steps.forward():
+            output = self.first_step.run(super().training_step, args, kwargs)
         self.steps.after_forward()
         return output
 
@@ -172,19 +173,22 @@ class PlannedStrategy(RefusingStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().validation_step(*args, **kwargs)
+        with self.steps.forward():
+            result = super().validation_step(*args, **kwargs)
         self.steps.after_evaluation()
         return result
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().test_step(*args, **kwargs)
+        with self.steps.forward():
+            result = super().test_step(*args, **kwargs)
         self.steps.after_evaluation()
         return result
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().predict_step(*args, **kwargs)
+        with self.steps.forward():
+            result = super().predict_step(*args, **kwargs)
         self.steps.after_evaluation()
         if self.steps.lags_behind():
             # Once more with the same batch, whose result is dropped: the other ranks gather parameters for one more.

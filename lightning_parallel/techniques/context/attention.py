@@ -20,7 +20,7 @@ ATTENTIONS: dict[str, Callable[..., Tensor]] = {"ulysses": ulysses.attend, "ring
 """Name -> `scaled_dot_product_attention` of parts; takes a `Sequences` before the usual arguments."""
 
 _attention = functional.scaled_dot_product_attention
-_SOFTMAXES = (functional.softmax, torch.softmax, Tensor.softmax)
+_WEIGHING = (_attention, functional.multi_head_attention_forward, functional.softmax, torch.softmax, Tensor.softmax)
 
 
 class SplitAttention(TorchFunctionMode):
@@ -42,7 +42,6 @@ class SplitAttention(TorchFunctionMode):
         self.rule = rule
         self._tables = tables
         self.calls = 0
-        self.softmaxes = 0
         self.counted = 0
         self._depth = 0
 
@@ -82,7 +81,6 @@ class SplitAttention(TorchFunctionMode):
         if self.rule.counts and func is torch.arange and is_count_of_part(self._sequences, args, kwargs or {}):
             self.counted += 1
             return positions_of_part(self._sequences, args, kwargs or {})
-        self.softmaxes += func in _SOFTMAXES
         return func(*args, **(kwargs or {}))
 
     # Not compiled: there is only one kernel between exchanges to gain from, and queries, keys and values differ in
@@ -91,3 +89,15 @@ class SplitAttention(TorchFunctionMode):
     def _shared(self, *args: Any, **kwargs: Any) -> Tensor:
         self.calls += 1
         return self._attend(self._sequences, *args, **kwargs)
+
+
+class AttentionWatch(TorchFunctionMode):
+    """Mode that notes whether code computes attention, in torch's functions or in Python: then it calls softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_seen = self.has_seen or func in _WEIGHING
+        return func(*args, **(kwargs or {}))
