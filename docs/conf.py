@@ -67,6 +67,7 @@ class Matrix:
 
     @property
     def file(self) -> str:
+        """Where the file is, from the root of the repository."""
         return f"tests/{self.folder}/{self.name}.json"
 
 
@@ -115,9 +116,7 @@ def check_descriptions(matrix: Matrix, table: dict[str, Any]) -> None:
     """Raise a `ConfigError` for rows that the page about the matrix does not describe."""
     page = (DOCS / matrix.page).read_text(encoding="utf-8")
     if missing := [row for row in table[matrix.rows] if label(row) not in page]:
-        raise ConfigError(
-            f"docs/{matrix.page} does not describe {', '.join(missing)}, which {matrix.file} lists"
-        )
+        raise ConfigError(f"docs/{matrix.page} does not describe {', '.join(missing)}, which {matrix.file} lists")
 
 
 def check_public_names() -> None:

@@ -24,9 +24,10 @@ FILES = (decoders, encoders, images, others)
 
 NAMES = ("ddp_custom", "zero1_custom", "fsdp_custom", "tp_custom", "cp_custom", "pp_custom")
 
-TOLERANCE = 1e-2
-"""Of what training changed in the same tensor; see `relative_difference`. A gradient that misses a sample of eight, a
-layer or a rank is off by more than a tenth."""
+TOLERANCE = 5e-3
+"""Of what training changed in the same tensor; see `relative_difference`. Most cells differ by 1e-5 to 1e-4 and the
+worst by 1e-3, where sums are of small differences; a gradient that misses a sample, a layer or a rank is off by more
+than a tenth."""
 
 SMALLEST = 1e-3
 """Of the largest change in the model: tensors that change less are compared with this. Some have no gradient but what
@@ -52,7 +53,7 @@ def train(module: str, name: str, num_ranks: int) -> Outcome:
         built, recorder = ZOO[module].build(), Recorder()
         strategy: Any = "auto" if name == "auto" else build_strategy(name)
         trainer = make_trainer(strategy, num_ranks, callbacks=[recorder])
-        trainer.fit(built, loader_of(built, 1 if name == "auto" else num_readers(name, num_ranks)))
+        trainer.fit(built, loader_of(built, num_readers(name.partition(":")[0], num_ranks)))
         recorder.outcome.final = full_state_dict(trainer)
         return recorder.outcome
 

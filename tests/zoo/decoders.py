@@ -164,7 +164,13 @@ def deepseek_v3() -> LanguageModel:
     latent = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
     return language_model(
-        "DeepseekV3", **sizes, **latent, **experts, moe_intermediate_size=16, n_shared_experts=1, first_k_dense_replace=1
+        "DeepseekV3",
+        **sizes,
+        **latent,
+        **experts,
+        moe_intermediate_size=16,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
     )
 
 

@@ -64,7 +64,9 @@ def electra() -> LanguageModel:
 def distilbert() -> LanguageModel:
     sizes = {"vocab_size": VOCABULARY, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
     return PaddedModel(
-        encoder("DistilBert", "ForMaskedLM", **sizes, max_position_embeddings=LENGTH, dropout=0.0, attention_dropout=0.0)
+        encoder(
+            "DistilBert", "ForMaskedLM", **sizes, max_position_embeddings=LENGTH, dropout=0.0, attention_dropout=0.0
+        )
     )
 
 

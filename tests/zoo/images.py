@@ -30,7 +30,9 @@ def model(family: str, head: str, **settings: Any) -> nn.Module:
     config = getattr(transformers, f"{family}Config")(**settings)
     built: nn.Module = getattr(transformers, family + head)(config)
     for parameter in built.parameters():
-        if parameter.dim() > 2 and not parameter.any():  # tokens of zeros: the norm after them divides by next to nothing
+        if (
+            parameter.dim() > 2 and not parameter.any()
+        ):  # tokens of zeros: the norm after them divides by next to nothing
             nn.init.normal_(parameter, std=0.02)
     return built
 
@@ -188,7 +190,8 @@ def sam() -> Custom:
             "hidden_size": 16, "image_size": 32, "patch_size": 4, "mask_input_channels": 4, "image_embedding_size": 8
         },
         mask_decoder_config={
-            "hidden_size": 16, "mlp_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "iou_head_hidden_dim": 16
+            "hidden_size": 16, "mlp_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "iou_head_hidden_dim": 16,
         },
     )  # fmt: skip
 

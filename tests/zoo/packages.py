@@ -14,8 +14,7 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 def pinned() -> dict[str, str]:
     """The packages of the extra `zoo`, and their versions."""
     requirements = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]["zoo"]
-    pairs = (requirement.split("==") for requirement in requirements)
-    return {name: version for name, version in pairs}
+    return dict(requirement.split("==") for requirement in requirements)
 
 
 @cache

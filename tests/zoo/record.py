@@ -21,6 +21,21 @@ from tests.zoo.registry import ZOO
 TABLE = Path(__file__).with_name("zoo.json")
 MOST_LETTERS = 160
 """Of what is said; the table has its beginning, up to the end of a word."""
+SENTENCES = (
+    "could not be run on hidden states, and what the names of its arguments suggest, to see what flows through it",
+    "and computes no attention by itself either",
+    "does not call torch's scaled_dot_product_attention, which is what ranks share under context parallel; for Hugging "
+    "Face models that have it give attn_implementation='sdpa'",
+    "A layer that makes positions by itself, or mixes positions outside of scaled_dot_product_attention, cannot work "
+    "on a part of the sequence",
+    "where each rank has a part of the sequence",
+    "pipeline=2 cuts one stack of layers, and",
+    "fewer than the 2 stages of pipeline=2",
+    "works layer by layer, and ImageClassifier has no stack of repeated layers",
+    "outside of the layer that owns it (a penalty over parameters(), a weight that is used twice), where a pipeline "
+    "stage does not have it",
+)
+"""What messages say of several modules, beside names and numbers that differ."""
 
 
 def main(modules: list[str]) -> None:
@@ -53,9 +68,12 @@ def record(ranks: Any, module: str, name: str) -> str:
 
 
 def beginning(said: str) -> str:
-    """The first sentence of what was said, without the layer or module that it begins with, which differ by model."""
-    first = re.sub(r"^model[\w.]* \(\w+\) ", "", said.splitlines()[0])
-    first = first.partition("; ")[0]
+    """The sentence that says why, without what differs by model; or the first one."""
+    first = said.splitlines()[0]
+    for sentence in SENTENCES:
+        if sentence in first:
+            return sentence
+    first = re.sub(r"^model[\w.]* \(\w+\) ", "", first).partition("; ")[0]
     return first if len(first) <= MOST_LETTERS else first[:MOST_LETTERS].rpartition(" ")[0]
 
 
