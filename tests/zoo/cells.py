@@ -39,9 +39,6 @@ DEFECTS = ("wrong", "hangs", "crashes", "differs")
 ORDER = ("crashes", "differs", "refused")
 """Of what is said where ranks say different things: the first of these is the worst."""
 
-DEADLINE = 60.0
-"""Seconds for a cell; it takes some two."""
-
 
 def train(module: str, name: str, num_ranks: int) -> Outcome:
     """A few steps under a name; on every rank of a pool, or in one process with ``"auto"``."""
@@ -104,7 +101,7 @@ def run_cell(ranks: Any, module: str, name: str) -> tuple[str, str]:
     """
     expected = reference(module)
     try:
-        answers = ranks(2).run(try_to_train, module, name, 2, deadline=DEADLINE)
+        answers = ranks(2).run(try_to_train, module, name, 2)
     except RankError as error:
         return "hangs", str(error)
     said = [answer for answer in answers if answer[0] != "runs"]

@@ -23,13 +23,14 @@ MOST_LETTERS = 160
 """Of what is said; the table has its beginning, up to the end of a word."""
 SENTENCES = (
     "could not be run on hidden states, and what the names of its arguments suggest, to see what flows through it",
-    "and computes no attention by itself either",
+    "computes no attention by itself either",
     "does not call torch's scaled_dot_product_attention, which is what ranks share under context parallel; for Hugging "
     "Face models that have it give attn_implementation='sdpa'",
     "A layer that makes positions by itself, or mixes positions outside of scaled_dot_product_attention, cannot work "
     "on a part of the sequence",
-    "where each rank has a part of the sequence",
-    "pipeline=2 cuts one stack of layers, and",
+    "each rank has a part of the sequence",
+    "fails on a part of the sequence",
+    "pipeline=2 cuts one stack of layers",
     "fewer than the 2 stages of pipeline=2",
     "works layer by layer, and ImageClassifier has no stack of repeated layers",
     "outside of the layer that owns it (a penalty over parameters(), a weight that is used twice), where a pipeline "

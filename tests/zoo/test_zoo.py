@@ -19,6 +19,16 @@ CELLS: dict[tuple[str, str], str] = {
 """(module, name) -> "runs"; or "refused", or a defect's word, and words of what is said."""
 ALWAYS = ("qwen3_moe", "albert")
 """Modules that run in each whole test run; the others take their time."""
+ADVISED = {
+    "t5": "model.decoder.block",
+    "whisper": "model.model.decoder.layers",
+    "clip": "model.vision_model.encoder.layers",
+    "vit_mae": "model.decoder.decoder_layers",
+    "torchvision_swin": "model.features.3",
+    "timm_cait": "model.blocks_token_only",
+    "flux": "model.single_transformer_blocks",
+}
+"""Modules with several stacks, and the one that the refusal of a pipeline names."""
 RUNS = [
     pytest.param(module, name, marks=[] if module in ALWAYS else [pytest.mark.zoo], id=f"{module}-{name}")
     for module, name in CELLS
@@ -34,6 +44,16 @@ def test_cell(ranks: Any, module: str, name: str) -> None:
     found, said = run_cell(ranks, module, name)
     assert found == expected, said
     assert words in said
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize(("module", "layers"), ADVISED.items())
+def test_what_a_refusal_names_runs(ranks: Any, module: str, layers: str) -> None:
+    if others := lacking(ZOO[module].packages):
+        pytest.skip(f"the table of the zoo was made with {others}; pip install -e '.[zoo]'")
+    assert f"such as layers={layers}:" in run_cell(ranks, module, "pp_custom")[1]
+    found, said = run_cell(ranks, module, f"pp_custom:layers={layers}")
+    assert found == "runs", said
 
 
 def test_the_table_lists_what_is_tested() -> None:

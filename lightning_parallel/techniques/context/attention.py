@@ -20,7 +20,8 @@ ATTENTIONS: dict[str, Callable[..., Tensor]] = {"ulysses": ulysses.attend, "ring
 """Name -> `scaled_dot_product_attention` of parts; takes a `Sequences` before the usual arguments."""
 
 _attention = functional.scaled_dot_product_attention
-_WEIGHING = (_attention, functional.multi_head_attention_forward, functional.softmax, torch.softmax, Tensor.softmax)
+_OF_TORCH = (_attention, functional.multi_head_attention_forward)
+_WEIGHING = (functional.softmax, torch.softmax, Tensor.softmax)
 
 
 class SplitAttention(TorchFunctionMode):
@@ -92,12 +93,15 @@ class SplitAttention(TorchFunctionMode):
 
 
 class AttentionWatch(TorchFunctionMode):
-    """Mode that notes whether code computes attention, in torch's functions or in Python: then it calls softmax."""
+    """Mode that notes whether code computes attention: ``"torch"``, ``"own"`` (then it calls softmax), or ``""``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_seen = False
+        self.kind = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.has_seen = self.has_seen or func in _WEIGHING
+        if func in _OF_TORCH:
+            self.kind = "torch"
+        elif func in _WEIGHING:
+            self.kind = self.kind or "own"
         return func(*args, **(kwargs or {}))

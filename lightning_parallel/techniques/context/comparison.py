@@ -26,7 +26,7 @@ def wording_for(
     sequences: Sequences,
     *,
     has_attention: Callable[[], bool],
-    has_own: Callable[[], bool],
+    kind: Callable[[], str],
 ) -> Wording:
     """Sentences for users about one layer.
 
@@ -35,16 +35,16 @@ def wording_for(
         layer: The layer.
         sequences: Of which it holds parts.
         has_attention: Whether it has called attention when it was run last.
-        has_own: Whether it computes attention on whole sequences, be it by itself.
+        kind: Of the attention that it computes on whole sequences: ``"torch"``, ``"own"`` or ``""``.
     """
     name = _name(path, layer)
 
     def failure(error: Exception) -> list[str]:
         if isinstance(error, ConfigurationError):
             return list(error.violations)
-        if has_attention():
+        if has_attention() or kind() == "torch":  # it may fail before it gets there
             return [_failed(path, layer, error)]
-        return [f"{bypassed(path, layer, has_own=has_own())}. On a part of a sequence it fails with: {error}"]
+        return [f"{bypassed(path, layer, has_own=bool(kind()))}. On a part of a sequence it fails with: {error}"]
 
     return Wording(
         name,

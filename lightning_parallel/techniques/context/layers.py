@@ -103,7 +103,7 @@ class _SplitStack:
         rules: How the layers run that were compared with themselves, by path and by what compares with the length.
         rule: The latest of these.
         trained: The paths of the layers that were looked at in training.
-        attending: The paths of the layers that were seen to compute attention, in torch's function or by themselves.
+        attending: The path of each layer that was run on whole sequences, and the kind of attention that it computed.
     """
 
     attention: str
@@ -111,7 +111,7 @@ class _SplitStack:
     rules: dict[tuple[Any, ...], Verified] = field(default_factory=dict)
     rule: CutRule = USUAL
     trained: set[str] = field(default_factory=set)
-    attending: set[str] = field(default_factory=set)
+    attending: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class _Part:
         output = self._on_part(layer, forward, hidden, args, kwargs, attention)
         join_collected(collected, sequences, part=hidden, path=self.path)
         if not attention.calls:
-            raise ConfigurationError([bypassed(self.path, layer, has_own=self.path in self.stack.attending)])
+            raise ConfigurationError([bypassed(self.path, layer, has_own=bool(self.stack.attending[self.path]))])
         if attention.counted != verified.counted:
             raise ConfigurationError([counted_otherwise(self.path, layer)])
         return self._joined(output) if self.is_last else output
@@ -274,7 +274,7 @@ class _Part:
                 layer,
                 sequences,
                 has_attention=lambda: bool(runs and runs[-1].calls),
-                has_own=lambda: self.path in self.stack.attending,
+                kind=lambda: self.stack.attending[self.path],
             ),
             has_any=functools.partial(sequences.has_any, device=arguments[0][0].device),
             reduce=sequences.averaged,
@@ -301,8 +301,7 @@ class _Part:
         """Inside this context, the layer runs on whole sequences; notes whether it computes attention."""
         with _torch.attention.slow_attention(), AttentionWatch() as watch:
             yield
-        if watch.has_seen:
-            self.stack.attending.add(self.path)
+        self.stack.attending[self.path] = watch.kind
 
     def _run_split(
         self,
@@ -321,7 +320,7 @@ class _Part:
         output = self._joined(self._on_part(layer, forward, part, args[1:], kwargs, attention))
         join_collected(collected, self.stack.sequences, part=part, path=self.path)
         if not attention.calls:
-            raise ConfigurationError([bypassed(self.path, layer, has_own=self.path in self.stack.attending)])
+            raise ConfigurationError([bypassed(self.path, layer, has_own=bool(self.stack.attending[self.path]))])
         if attention.counted != runs[0].counted:
             raise ConfigurationError([counted_otherwise(self.path, layer)])
         return output
