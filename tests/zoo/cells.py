@@ -34,7 +34,7 @@ SMALLEST = 1e-3
 rounding leaves, such as the biases of keys."""
 
 DEFECTS = ("wrong", "hangs", "crashes", "differs")
-"""What a cell may not be, the worst first but for hangs, of which nobody is told anything else."""
+"""What a cell should not be."""
 
 ORDER = ("crashes", "differs", "refused")
 """Of what is said where ranks say different things: the first of these is the worst."""

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.zoo.cells import DEFECTS, NAMES, run_cell
+from tests.parity import Outcome
+from tests.zoo.cells import DEFECTS, NAMES, TOLERANCE, relative_difference, run_cell
 from tests.zoo.packages import lacking, pinned
 from tests.zoo.registry import ZOO
 
@@ -54,6 +56,15 @@ def test_what_a_refusal_names_runs(ranks: Any, module: str, layers: str) -> None
     assert f"such as layers={layers}:" in run_cell(ranks, module, "pp_custom")[1]
     found, said = run_cell(ranks, module, f"pp_custom:layers={layers}")
     assert found == "runs", said
+
+
+def test_a_tensor_that_moves_a_little_less_is_seen() -> None:
+    """By a tenth, in one that moves a hundredth of what another one does."""
+    initial = {"large": torch.zeros(2), "small": torch.ones(2)}
+    theirs = Outcome([1.0], [], initial, {"large": torch.full((2,), 0.1), "small": torch.full((2,), 1.001)})
+    ours = Outcome([1.0], [], initial, {**theirs.final, "small": torch.full((2,), 1.0009)})
+    assert relative_difference(theirs, theirs) == 0
+    assert relative_difference(ours, theirs) > 10 * TOLERANCE
 
 
 def test_the_table_lists_what_is_tested() -> None:
