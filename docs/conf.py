@@ -148,7 +148,8 @@ def matrix_as_markdown(matrix: Matrix, table: dict[str, Any]) -> str:
         rows.append([label(row), *(show(table["cells"][row][name], name) for name in table["names"])])
     lines = [f"| {' | '.join(row)} |" for row in rows]
     if reasons:
-        defects = " or a defect" if matrix.defects else ""
+        said = {cell.partition(": ")[0] for row in table["cells"].values() for cell in row.values()}
+        defects = " or a defect" if said & set(matrix.defects) else ""
         lines += ["", f"Refused{defects}, with a message that contains these words:", ""]
         lines += [f"{number}. “{reason}”" for number, reason in enumerate(reasons, start=1)]
     if same := table.get("same_on_the_cpu"):
