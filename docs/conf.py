@@ -50,23 +50,36 @@ class Matrix:
     """A committed table of what runs under which name, which the tests compare with what they find.
 
     Args:
-        name: Of the file, `tests/matrices/<name>.json`, and of what is generated from it, `_generated/<name>.md`.
+        name: Of the file, `tests/<folder>/<name>.json`, and of what is generated from it, `_generated/<name>.md`.
         row: What one row is.
         rows: The key of the rows.
         page: The page that describes each row.
+        folder: Where the tests have the file.
+        defects: What a cell may say beside "runs" and "refused", though it should not.
     """
 
     name: str
     row: str
     rows: str
     page: str
+    folder: str = "matrices"
+    defects: tuple[str, ...] = ()
+
+    @property
+    def file(self) -> str:
+        """Where the file is, from the root of the repository."""
+        return f"tests/{self.folder}/{self.name}.json"
 
 
 MATRICES = (
     Matrix("support_matrix", row="module", rows="modules", page="support_matrix.md"),
     Matrix("product_matrix", row="module", rows="modules", page="support_matrix.md"),
     Matrix("policy_matrix", row="policy", rows="policies", page="policies.md"),
-)
+    Matrix(
+        "zoo", row="module", rows="modules", page="public_modules.md", folder="zoo",
+        defects=("wrong", "hangs", "crashes", "differs"),
+    ),
+)  # fmt: skip
 
 
 def load_matrix(matrix: Matrix) -> dict[str, Any]:
@@ -75,7 +88,7 @@ def load_matrix(matrix: Matrix) -> dict[str, Any]:
     Raises:
         ConfigError: In words, if the file is missing or does not have a cell for each row and name.
     """
-    file = f"tests/matrices/{matrix.name}.json"
+    file = matrix.file
     if not (DOCS.parent / file).is_file():
         raise ConfigError(f"{file} is missing: a table of the docs is made from it")
     table: dict[str, Any] = json.loads((DOCS.parent / file).read_text(encoding="utf-8"))
@@ -87,7 +100,7 @@ def load_matrix(matrix: Matrix) -> dict[str, Any]:
             cell = table["cells"].get(row, {}).get(name)
             if cell is None:
                 raise ConfigError(f"{file} has no cell for {row} under {name}")
-            if cell != "runs" and not cell.startswith("refused: "):
+            if cell != "runs" and cell.partition(": ")[0] not in ("refused", *matrix.defects):
                 raise ConfigError(
                     f"{file} says {cell!r} for {row} under {name}; possible: 'runs', or 'refused: ' and the reason"
                 )
@@ -103,9 +116,7 @@ def check_descriptions(matrix: Matrix, table: dict[str, Any]) -> None:
     """Raise a `ConfigError` for rows that the page about the matrix does not describe."""
     page = (DOCS / matrix.page).read_text(encoding="utf-8")
     if missing := [row for row in table[matrix.rows] if label(row) not in page]:
-        raise ConfigError(
-            f"docs/{matrix.page} does not describe {', '.join(missing)}, which tests/matrices/{matrix.name}.json lists"
-        )
+        raise ConfigError(f"docs/{matrix.page} does not describe {', '.join(missing)}, which {matrix.file} lists")
 
 
 def check_public_names() -> None:
@@ -123,11 +134,13 @@ def matrix_as_markdown(matrix: Matrix, table: dict[str, Any]) -> str:
     def show(cell: str, name: str) -> str:
         if cell == "runs":
             return cell
+        word, _, reason = cell.partition(": ")
         # A message that names the strategy is one reason under all of them.
-        reason = cell.removeprefix("refused: ").removeprefix(f"{name} ")
+        reason = reason.removeprefix(f"{name} ")
         if reason not in reasons:
             reasons.append(reason)
-        return f"refused ({reasons.index(reason) + 1})"
+        number = f"{word} ({reasons.index(reason) + 1})"
+        return f"**{number}**" if word in matrix.defects else number
 
     columns = [f"`{name}`" for name in table["names"]]
     rows = [[matrix.row, *columns], ["---"] * (len(columns) + 1)]
@@ -135,7 +148,9 @@ def matrix_as_markdown(matrix: Matrix, table: dict[str, Any]) -> str:
         rows.append([label(row), *(show(table["cells"][row][name], name) for name in table["names"])])
     lines = [f"| {' | '.join(row)} |" for row in rows]
     if reasons:
-        lines += ["", "Refused, with a message that contains these words:", ""]
+        said = {cell.partition(": ")[0] for row in table["cells"].values() for cell in row.values()}
+        defects = " or a defect" if said & set(matrix.defects) else ""
+        lines += ["", f"Refused{defects}, with a message that contains these words:", ""]
         lines += [f"{number}. “{reason}”" for number, reason in enumerate(reasons, start=1)]
     if same := table.get("same_on_the_cpu"):
         lines += ["", "Without an accelerator, these prove nothing of what they are for:", ""]

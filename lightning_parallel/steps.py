@@ -7,7 +7,7 @@ more microsteps and the update.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import _torch
+from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.unit_order import UnitOrder
 from lightning_parallel.parallelize import Parallelized
 from lightning_parallel.policies import Policies
@@ -66,6 +67,10 @@ class StepHooks:
 
     def begin(self) -> None:
         """Call it before a training step, and before a loop without training."""
+
+    def forward(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for a step's own code."""
+        return contextlib.nullcontext()
 
     def after_forward(self) -> None:
         """Call it between forward and backward of a training step."""
@@ -193,6 +198,17 @@ class Steps(StepHooks):
     def free_gathered(self) -> None:
         """Free parameters that a step left gathered, so that hooks which read or write parameters find the shards."""
         reshard_units(self._module)
+
+    @override
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            violations = [text for lengths in self._lengths for text in lengths.between_layers(error)]
+            if violations:
+                raise ConfigurationError(violations) from error
+            raise
 
     @override
     def after_forward(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_parallel.errors import ConfigurationError
@@ -27,6 +28,7 @@ class Lengths:
         taken: Lengths of whole tensors, such as learned keys, that must not be mistaken for parts.
         entered: The layer by which a sequence has entered its stack; empty once it has left by the last layer.
         remedy: What to give where that is impossible.
+        layers: Those of the stack.
     """
 
     num_ranks: int
@@ -36,6 +38,7 @@ class Lengths:
     taken: set[int] = field(default_factory=set)
     entered: str = ""
     remedy: str = "context=1"
+    layers: Sequence[nn.Module] = ()
 
     def add(self, length: int) -> int:
         """Register a sequence of `length` positions, and return its local length.
@@ -70,6 +73,24 @@ class Lengths:
                     f"joined. Let every step go through all layers from first to last, or give {self.remedy}"
                 ]
             )
+
+    def between_layers(self, error: Exception) -> list[str]:
+        """In words, that code between the layers has failed with `error` on a part of a sequence; empty if it has not.
+
+        What fails inside of a layer, such as a collective that waits for a rank in vain, is something else.
+        """
+        is_of_shapes = isinstance(error, RuntimeError | IndexError) and not isinstance(error, torch.OutOfMemoryError)
+        if not self.entered or not is_of_shapes:
+            return []
+        running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if any(each is layer for each in running for layer in self.layers):
+            return []
+        parts = ", ".join(f"{part} of {whole}" for part, whole in self.whole.items())
+        return [
+            f"code behind {self.entered}, where each rank has a part of the sequence ({parts} positions), fails with: "
+            f"{error}. What it adds to hidden states there is of the whole sequence: give it to the layers as an "
+            f"argument, which is cut for them, or give {self.remedy}"
+        ]
 
 
 def hidden_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

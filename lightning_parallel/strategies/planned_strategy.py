@@ -147,7 +147,8 @@ class PlannedStrategy(SignalledStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.steps.begin()
-        output = self.first_step.run(super().training_step, args, kwargs)
+        with self.steps.forward():
+            output = self.first_step.run(super().training_step, args, kwargs)
         self.steps.after_forward()
         return output
 
@@ -178,21 +179,24 @@ class PlannedStrategy(SignalledStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self.before_step("validation_step", args)
-        result = super().validation_step(*args, **kwargs)
+        with self.steps.forward():
+            result = super().validation_step(*args, **kwargs)
         self.steps.after_evaluation()
         return result
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self.before_step("test_step", args)
-        result = super().test_step(*args, **kwargs)
+        with self.steps.forward():
+            result = super().test_step(*args, **kwargs)
         self.steps.after_evaluation()
         return result
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self.before_step("predict_step", args)
-        result = super().predict_step(*args, **kwargs)
+        with self.steps.forward():
+            result = super().predict_step(*args, **kwargs)
         self.steps.after_evaluation()
         if self.steps.lags_behind():
             # Once more with the same batch, whose result is dropped: the other ranks gather parameters for one more.

@@ -331,10 +331,24 @@ class OtherLength(Net):
         return x
 
 
+class AddsBetween(Net):
+    """Positions are added again behind each layer, as many as there are in the whole sequence."""
+
+    def run(self, x: Tensor) -> Tensor:
+        positions = self.positions.weight[: x.shape[1]]
+        for layer in self.layers:
+            x = layer(x) + positions
+        return x
+
+
 REFUSED: dict[tuple[str, str], tuple[type[Case], str]] = {
     ("second_mixes", "both"): (SecondMixes, "changes what layers.1 (Layer) computes"),
     ("batch_norm", "both"): (WithBatchNorm, "layers.0.batch_norm takes statistics of all positions"),
     ("balanced", "both"): (Balanced, "layers.0 (Layer) returns a tensor () beside hidden states"),
+    ("adds_between", "both"): (
+        AddsBetween,
+        "code behind layers.0, where each rank has a part of the sequence (8 of 16",
+    ),
     ("leaves_early", "both"): (LeavesEarly, "by layers.0 and left it before the last layer"),
     ("fewer_queries", "ring"): (changed(fewer_queries), "the 2 heads of keys divide, but queries have 1"),
     ("other_length", "ring"): (OtherLength, "in all of a step, but got another beside 16"),

@@ -56,7 +56,7 @@ def test_losses_on_what_hooks_collect(kind: str, name: str, size: int, readers: 
     [
         ("RouterLoss", "pp_custom", "only another pipeline stage computes"),
         ("RouterLoss", "tp_custom:sequence=true", "(64, 4) in place of (128, 4)"),
-        ("Attentions", "cp_custom", "scaled_dot_product_attention"),
+        ("Attentions", "cp_custom", "attn_implementation='sdpa'"),
     ],
 )
 def test_what_no_rank_has_whole_is_refused(kind: str, name: str, words: str, ranks: Any) -> None:

@@ -20,6 +20,8 @@ ATTENTIONS: dict[str, Callable[..., Tensor]] = {"ulysses": ulysses.attend, "ring
 """Name -> `scaled_dot_product_attention` of parts; takes a `Sequences` before the usual arguments."""
 
 _attention = functional.scaled_dot_product_attention
+_OF_TORCH = (_attention, functional.multi_head_attention_forward)
+_WEIGHING = (functional.softmax, torch.softmax, Tensor.softmax)
 
 
 class SplitAttention(TorchFunctionMode):
@@ -88,3 +90,18 @@ class SplitAttention(TorchFunctionMode):
     def _shared(self, *args: Any, **kwargs: Any) -> Tensor:
         self.calls += 1
         return self._attend(self._sequences, *args, **kwargs)
+
+
+class AttentionWatch(TorchFunctionMode):
+    """Mode that notes whether code computes attention: ``"torch"``, ``"own"`` (then it calls softmax), or ``""``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_TORCH:
+            self.kind = "torch"
+        elif func in _WEIGHING:
+            self.kind = self.kind or "own"
+        return func(*args, **(kwargs or {}))

@@ -20,7 +20,14 @@ def sequence_dims(layer: nn.Module) -> list[int]:
     return [1, 0] if is_batch_first else [0, 1]
 
 
-def wording_for(path: str, layer: nn.Module, sequences: Sequences, *, has_attention: Callable[[], bool]) -> Wording:
+def wording_for(
+    path: str,
+    layer: nn.Module,
+    sequences: Sequences,
+    *,
+    has_attention: Callable[[], bool],
+    kind: Callable[[], str],
+) -> Wording:
     """Sentences for users about one layer.
 
     Args:
@@ -28,13 +35,16 @@ def wording_for(path: str, layer: nn.Module, sequences: Sequences, *, has_attent
         layer: The layer.
         sequences: Of which it holds parts.
         has_attention: Whether it has called attention when it was run last.
+        kind: Of the attention that it computes on whole sequences: ``"torch"``, ``"own"`` or ``""``.
     """
     name = _name(path, layer)
 
     def failure(error: Exception) -> list[str]:
         if isinstance(error, ConfigurationError):
             return list(error.violations)
-        return [_failed(path, layer, error, has_attention=has_attention())]
+        if has_attention() or kind() == "torch":  # it may fail before it gets there
+            return [_failed(path, layer, error)]
+        return [f"{bypassed(path, layer, has_own=bool(kind()))}. On a part of a sequence it fails with: {error}"]
 
     return Wording(
         name,
@@ -102,10 +112,8 @@ def batch_statistics_violations(path: str, layer: nn.Module) -> list[str]:
     ]
 
 
-def _failed(path: str, layer: nn.Module, error: Exception, *, has_attention: bool) -> str:
+def _failed(path: str, layer: nn.Module, error: Exception) -> str:
     """In words, that the layer fails on a part."""
-    if not has_attention:
-        return f"{bypassed(path, layer)}. On a part of a sequence it fails with: {error}"
     return (
         f"{_name(path, layer)} fails on a part of the sequence: {error}. Shapes, masks or "
         "positions that it makes by itself are those of whole sequences; give context=1"
@@ -120,12 +128,27 @@ def counted_otherwise(path: str, layer: nn.Module) -> str:
     )
 
 
-def bypassed(path: str, layer: nn.Module) -> str:
-    """In words, that the layer has no attention that ranks could share."""
-    return (
+def bypassed(path: str, layer: nn.Module, *, has_own: bool) -> str:
+    """In words, that the layer has no attention that ranks could share.
+
+    Args:
+        path: Where it is.
+        layer: The layer.
+        has_own: Whether it computes attention by itself.
+    """
+    start = (
         f"{_name(path, layer)} does not call torch's scaled_dot_product_attention, which is what "
-        "ranks share under context parallel; for Hugging Face models give attn_implementation='sdpa', for "
-        "nn.MultiheadAttention need_weights=False, or give context=1"
+        "ranks share under context parallel"
+    )
+    if has_own:
+        return (
+            f"{start}; for Hugging Face models that have it give attn_implementation='sdpa', for "
+            "nn.MultiheadAttention need_weights=False, or give context=1"
+        )
+    return (
+        f"{start}, and computes no attention by itself either: what such a layer does with positions, such as a "
+        "convolution, a recurrence or a state space (Mamba), needs those of other ranks, which nobody sends; give "
+        "context=1"
     )
 
 

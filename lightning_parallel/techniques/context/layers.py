@@ -5,9 +5,10 @@ Nothing is taken on trust: when a layer runs for the first time, its result on p
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from lightning_parallel.module.hidden_states import Lengths, sequence_part_strea
 from lightning_parallel.module.kv_cache import is_cache, without_fresh_cache
 from lightning_parallel.module.layer_check import LayerCheck
 from lightning_parallel.module.layer_search import joined_behind_each
-from lightning_parallel.techniques.context.attention import SplitAttention
+from lightning_parallel.techniques.context.attention import AttentionWatch, SplitAttention
 from lightning_parallel.techniques.context.collected import join_collected, join_hidden
 from lightning_parallel.techniques.context.comparison import (
     batch_statistics_violations,
@@ -61,6 +62,7 @@ def apply_context(
         last = len(layers) - 1
         others = [joined_behind_each([path for path, _ in layers]), "context=1"]
         stack.sequences.lengths.remedy = ", or ".join(filter(None, others))
+        stack.sequences.lengths.layers = [layer for _, layer in layers]
         parts = {
             layer: _Part(path, stack, is_first=index == 0, is_last=index == last)
             for index, (path, layer) in enumerate(layers)
@@ -101,6 +103,7 @@ class _SplitStack:
         rules: How the layers run that were compared with themselves, by path and by what compares with the length.
         rule: The latest of these.
         trained: The paths of the layers that were looked at in training.
+        attending: The path of each layer that was run on whole sequences, and the kind of attention that it computed.
     """
 
     attention: str
@@ -108,6 +111,7 @@ class _SplitStack:
     rules: dict[tuple[Any, ...], Verified] = field(default_factory=dict)
     rule: CutRule = USUAL
     trained: set[str] = field(default_factory=set)
+    attending: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ class _Part:
         output = self._on_part(layer, forward, hidden, args, kwargs, attention)
         join_collected(collected, sequences, part=hidden, path=self.path)
         if not attention.calls:
-            raise ConfigurationError([bypassed(self.path, layer)])
+            raise ConfigurationError([bypassed(self.path, layer, has_own=bool(self.stack.attending[self.path]))])
         if attention.counted != verified.counted:
             raise ConfigurationError([counted_otherwise(self.path, layer)])
         return self._joined(output) if self.is_last else output
@@ -265,11 +269,17 @@ class _Part:
         check = LayerCheck(
             layer,
             arguments,
-            wording=wording_for(self.path, layer, sequences, has_attention=lambda: bool(runs and runs[-1].calls)),
+            wording=wording_for(
+                self.path,
+                layer,
+                sequences,
+                has_attention=lambda: bool(runs and runs[-1].calls),
+                kind=lambda: self.stack.attending[self.path],
+            ),
             has_any=functools.partial(sequences.has_any, device=arguments[0][0].device),
             reduce=sequences.averaged,
         )
-        error = check.run_whole(lambda args, kwargs: forward(*args, **kwargs), inside=_torch.attention.slow_attention)
+        error = check.run_whole(lambda args, kwargs: forward(*args, **kwargs), inside=self._watched)
         if check.whole is None:
             raise error or ConfigurationError([check.wording.elsewhere])
         violations: dict[CutRule, list[str]] = {}
@@ -285,6 +295,13 @@ class _Part:
             violations.setdefault(rule, found)
             of_gradients = of_gradients or (found if check.has_equal_results else [])
         raise ConfigurationError(of_gradients or violations[USUAL])
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Inside this context, the layer runs on whole sequences; notes whether it computes attention."""
+        with _torch.attention.slow_attention(), AttentionWatch() as watch:
+            yield
+        self.stack.attending[self.path] = watch.kind
 
     def _run_split(
         self,
@@ -303,7 +320,7 @@ class _Part:
         output = self._joined(self._on_part(layer, forward, part, args[1:], kwargs, attention))
         join_collected(collected, self.stack.sequences, part=part, path=self.path)
         if not attention.calls:
-            raise ConfigurationError([bypassed(self.path, layer)])
+            raise ConfigurationError([bypassed(self.path, layer, has_own=bool(self.stack.attending[self.path]))])
         if attention.counted != runs[0].counted:
             raise ConfigurationError([counted_otherwise(self.path, layer)])
         return output

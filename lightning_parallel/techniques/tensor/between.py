@@ -29,7 +29,7 @@ def watch_between(
         lengths: For each stack, the lengths of sequences that are split.
     """
     for layers, each in zip(stacks, lengths, strict=True):
-        watch = _Between(module, each)
+        watch, each.layers = _Between(module, each), [layer for _, layer in layers]
         for index, (path, layer) in enumerate(layers):
             enter = functools.partial(watch.enter, path, is_first=index == 0)
             layer.register_forward_pre_hook(enter, with_kwargs=True)

@@ -11,6 +11,7 @@ from tests.data import batches
 from tests.models.sequence_nets import (
     REFUSED,
     RUN,
+    AddsBetween,
     FailsOnce,
     LeavesEarlyInEvaluation,
     NotANumber,
@@ -48,6 +49,20 @@ def test_what_parts_would_compute_differently_is_refused(ranks: Any, name: str, 
     if kind not in ("both", attention):
         pytest.skip("it runs, or is refused for another reason")
     assert REFUSED[name, kind][1] in ranks(2).run(refusal, name, kind, attention)[0]
+
+
+def between(strategy: str) -> str:
+    try:
+        train_module(AddsBetween, batches("byte_gpt", 1), strategy, 2)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_code_between_layers_of_split_activations_is_refused_in_words(ranks: Any) -> None:
+    message = ranks(2).run(between, "tp_custom:sequence=true")[0]
+    assert "code behind layers.0, where each rank has a part of the sequence (8 of 16 positions)" in message
+    assert "sequence=False" in message
 
 
 def early_evaluation() -> str:
