@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import shlex
 import tomllib
@@ -71,7 +72,8 @@ def commands(text: str, values: dict[str, str] | None = None) -> list[list[str]]
         text = text.replace(f"${{{{ matrix.{key} }}}}", value)
     lines = (line for line in text.replace("\\\n", " ").splitlines() if line.strip())
     found = [shlex.split(part, comments=True) for line in lines for part in line.split("&&")]
-    return [words for words in found if words]
+    named = [list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words)) for words in found]
+    return [words for words in named if words]
 
 
 class Installed:
@@ -107,7 +109,8 @@ def check_command(words: list[str], installed: Installed, markers: list[str]) ->
     elif program in TOOLS:
         assert TOOLS[program] in installed.names, f"{program} before it is installed: {words}"
     elif program == "python" and words[1] == "-m":
-        assert words[2] in installed.names | {"venv"}, words
+        own = ROOT / words[2].replace(".", "/")
+        assert words[2] in installed.names | {"venv"} or own.is_dir() or own.with_suffix(".py").is_file(), words
     else:
         assert program in OF_THE_SYSTEM or (ROOT / program).is_file(), words
     if program == "pytest" and "-m" in words:

@@ -68,7 +68,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def damage_of(path: Path) -> str:
-    """Why `path` is not the file that was written, in words; "" if it is, as far as it can be told.
+    """The reason why `path` is not the file that was written, in words; "" if it is, as far as it can be told.
 
     Each part of the file has a checksum (CRC-32), which `torch.load` does not look at. It costs one reading.
 

@@ -49,7 +49,10 @@ def readable(path: Any) -> tuple[Any, str]:
         raise CheckpointError(f"{words}. None beside it is intact; give another one, or no ckpt_path to begin anew")
     if not local.stem.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST):
         raise CheckpointError(f"{words}. The newest intact one beside it is {before}: give ckpt_path={before}")
-    return before, f"{words}. Read instead: {before}, the newest intact one beside it, of {_time(before)}"
+    return before, _INSTEAD.format(words, before, _time(before))
+
+
+_INSTEAD = "{}. Read instead: {}, the newest intact one beside it, of {}"
 
 
 def _written(path: Path) -> float:

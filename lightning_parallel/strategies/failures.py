@@ -115,7 +115,7 @@ class FailureWatch:
         _end(reason)
 
     def say(self, words: str) -> str | None:
-        """What rank 0 says, on all ranks: they wait for it as long as it takes. A collective.
+        """The words of rank 0, on all ranks: they wait for it as long as it takes. A collective.
 
         Nothing of the process group waits, so that no timeout ends it. If a rank fails meanwhile, this process ends.
 

@@ -166,6 +166,7 @@ def _no_copy(name: str, error: Exception, unseen: Sequence[UnseenLayers]) -> str
 
 
 _TOO_LARGE = (
-    "but until then each rank would hold the whole module, which takes more than a quarter of its share of host memory"
+    "but until then each rank would hold the whole module, which takes more than a quarter of its share of host "
+    f"memory: {NAME_MAPS}"
 )
-_AN_ITERATOR = "but it takes the dataloader's iterator, and a batch that it reads on trial would be lost"
+_AN_ITERATOR = f"but it takes the dataloader's iterator, and a batch that it reads on trial would be lost: {NAME_MAPS}"

@@ -130,19 +130,17 @@ class MeshStrategy(MeshedStrategy):
             tensor_plan=tensor_plan,
             sequence=sequence,
             context_attention=context_attention,
-            pipeline=PipelinePolicy(
-                schedule=schedule, microbatches=microbatches, stages=stages, virtual_stages=virtual_stages, loss=loss
-            ),
+            pipeline=PipelinePolicy(schedule, microbatches, stages, virtual_stages, loss),
             accumulation_sync=accumulation_sync,
             optimizer_in_backward=optimizer_in_backward,
         )
         degrees = Degrees(replicate=replicate, shard=shard, context=context, tensor=tensor, pipeline=pipeline)
         ranks, endings = RankOptions(process_group_backend, timeout, start_method), Endings(on_save_error, stop_status)
         super().__init__(policies, degrees, ranks, check=check, endings=endings)
-        self._parallel: ParallelModule | None = None
         self._while_set_up = contextlib.ExitStack()
 
     _defers_init = True
+    _parallel: ParallelModule | None = None
     tensor_init_context = tensors_on_host
 
     @override

@@ -20,7 +20,7 @@ _ON_SAVE_ERROR = ("raise", "warn")
 
 @dataclass(frozen=True)
 class Endings:
-    """What ends a run, and how.
+    """The ways in which a run ends.
 
     Args:
         on_save_error: Where a checkpoint cannot be written, ``"raise"`` ends the run, ``"warn"`` goes on without it.
@@ -32,7 +32,7 @@ class Endings:
 
     @property
     def violations(self) -> list[str]:
-        """What is wrong with the values."""
+        """The reasons why values are none, in words."""
         found = []
         if self.on_save_error not in _ON_SAVE_ERROR:
             found.append(f"on_save_error={self.on_save_error!r} is unknown; possible: {', '.join(_ON_SAVE_ERROR)}")
@@ -130,4 +130,7 @@ class SavingStrategy(RefusingStrategy):
 def _words(error: Exception, path: Any) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
-    return f"the checkpoint {path} could not be written: {type(error).__name__}: {error}"
+    return (
+        f"the checkpoint {path} could not be written: {type(error).__name__}: {error}. Write to another folder "
+        "(ModelCheckpoint(dirpath=...)), or let training go on without it: on_save_error='warn'"
+    )

@@ -30,7 +30,7 @@ _SOON = 0.02
 
 @dataclass(frozen=True)
 class _Decision:
-    """What all ranks have agreed on: the signal, and behind which step of the fit it is heeded."""
+    """The agreement of all ranks: the signal, and behind which step of the fit it is heeded."""
 
     signum: int
     step: int

@@ -135,10 +135,7 @@ class _Part:
         attention = self._attention(layer, hidden, verified.rule)
         output = self._on_part(layer, forward, hidden, args, kwargs, attention)
         join_collected(collected, sequences, part=hidden, path=self.path)
-        if not attention.calls:
-            raise ConfigurationError([bypassed(self.path, layer, has_own=bool(self.stack.attending[self.path]))])
-        if attention.counted != verified.counted:
-            raise ConfigurationError([counted_otherwise(self.path, layer)])
+        _check_attention(attention, self, layer, verified.counted)
         return self._joined(output) if self.is_last else output
 
     def _without_caches(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -279,7 +276,7 @@ class _Part:
             has_any=functools.partial(sequences.has_any, device=arguments[0][0].device),
             reduce=sequences.averaged,
         )
-        error = check.run_whole(lambda args, kwargs: forward(*args, **kwargs), inside=self._watched)
+        error = check.run_whole(lambda args, kwargs: forward(*args, **kwargs), inside=lambda: _watched(self))
         if check.whole is None:
             raise error or ConfigurationError([check.wording.elsewhere])
         violations: dict[CutRule, list[str]] = {}
@@ -295,13 +292,6 @@ class _Part:
             violations.setdefault(rule, found)
             of_gradients = of_gradients or (found if check.has_equal_results else [])
         raise ConfigurationError(of_gradients or violations[USUAL])
-
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Inside this context, the layer runs on whole sequences; notes whether it computes attention."""
-        with _torch.attention.slow_attention(), AttentionWatch() as watch:
-            yield
-        self.stack.attending[self.path] = watch.kind
 
     def _run_split(
         self,
@@ -319,11 +309,24 @@ class _Part:
         collected = collected_from_now()
         output = self._joined(self._on_part(layer, forward, part, args[1:], kwargs, attention))
         join_collected(collected, self.stack.sequences, part=part, path=self.path)
-        if not attention.calls:
-            raise ConfigurationError([bypassed(self.path, layer, has_own=bool(self.stack.attending[self.path]))])
-        if attention.counted != runs[0].counted:
-            raise ConfigurationError([counted_otherwise(self.path, layer)])
+        _check_attention(attention, self, layer, runs[0].counted)
         return output
+
+
+@contextlib.contextmanager
+def _watched(part: _Part) -> Iterator[None]:
+    """Inside this context, a layer runs on whole sequences; notes whether it computes attention."""
+    with _torch.attention.slow_attention(), AttentionWatch() as watch:
+        yield
+    part.stack.attending[part.path] = watch.kind
+
+
+def _check_attention(attention: SplitAttention, part: _Part, layer: nn.Module, counted: Any) -> None:
+    """Refuse a layer whose attention has not been seen on its part, or was called otherwise than on the whole."""
+    if not attention.calls:
+        raise ConfigurationError([bypassed(part.path, layer, has_own=bool(part.stack.attending[part.path]))])
+    if attention.counted != counted:
+        raise ConfigurationError([counted_otherwise(part.path, layer)])
 
 
 def _map_named(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:

@@ -14,7 +14,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
 LOSSES = ("auto", "batch", "microbatch")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PipelinePolicy:
     """Rules by which a stack is cut, and the order in which stages run; knows no module.
 

@@ -146,8 +146,10 @@ def _from_flow(
         roles |= {f"{path}.{name}": role for path in paths for name, role in trace.roles(size).items()}
     # A layer that the step has not called stays whole.
     waiting = tuple(unseen) if calls is None else ()
-    source = "what flows from map to map in a layer"
-    return TensorPlan(roles, source, violations, unseen=waiting, left_whole=tuple(left_whole))
+    return TensorPlan(roles, _FLOW, violations, unseen=waiting, left_whole=tuple(left_whole))
+
+
+_FLOW = "what flows from map to map in a layer"
 
 
 def _described(path: str, cls: str, module: nn.Module, left_whole: dict[str, str]) -> Iterator[str]:

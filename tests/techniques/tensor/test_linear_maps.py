@@ -10,12 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel.techniques.tensor.linear_maps import linear_maps, unlike_linear
+from tests.models.layered import Scaled
 from tests.models.recorded_layers import Transposing
-
-
-class Scaled(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * 2
 
 
 class Clamped(nn.Linear):

@@ -14,9 +14,8 @@ from lightning_parallel.module.layer_stacks import find_layers
 from lightning_parallel.techniques.tensor.plan import TensorPlan, plan_tensor
 from lightning_parallel.techniques.tensor.trace import LayerTrace, trace_layer
 from tests.models.cases import Attention, Block, LoRA
-from tests.models.layered import HardBlock
+from tests.models.layered import HardBlock, Scaled
 from tests.models.tables import TENSOR_MODULES
-from tests.techniques.tensor.test_linear_maps import Scaled
 
 COLUMNS, ROWS = "colwise", "rowwise"
 

@@ -14,7 +14,7 @@ from lightning_parallel import ConfigurationError, build_strategy
 from tests.data import batches
 from tests.models.cases import CASES
 from tests.models.hugging_face import Llama
-from tests.models.layered import Hard
+from tests.models.layered import Hard, Scaled
 from tests.models.tables import TENSOR_MODULES
 from tests.parity import make_trainer
 
@@ -69,13 +69,6 @@ def test_refused_before_processes_start(
         trainer.fit(REFUSED[case](), batches("byte_gpt", 1))
     assert not dist.is_initialized()
     assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
-
-
-class Scaled(nn.Linear):
-    """A linear map that is none: its result is doubled."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 2
 
 
 class Grouped(nn.Module):
