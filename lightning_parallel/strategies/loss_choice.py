@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel import _torch
-from lightning_parallel.errors import check
-from lightning_parallel.module.differences import first_of
+from lightning_parallel.errors import ConfigurationError, check
+from lightning_parallel.module.differences import first_of, value_difference
 from lightning_parallel.ranks.random_streams import unchanged_generators
 from lightning_parallel.steps import PipelinedSteps
 from lightning_parallel.strategies.cut_step import CutBatch, CutStep, foreign_violations
@@ -53,6 +53,7 @@ class Trial:
         whole: A loss of the whole batch; ``None`` where none was computed.
         mean: The mean over its microbatches.
         is_equal: Whether the two agree, at all points.
+        logged: The name of the logged value that these are, where losses agree.
         ignored: Labels that its losses leave out.
         written: Buffers and attributes that the step writes into, once for each time that it runs.
     """
@@ -61,6 +62,7 @@ class Trial:
     whole: float | None = None
     mean: float | None = None
     is_equal: bool = True
+    logged: str = ""
     ignored: tuple[int, ...] = ()
     written: tuple[str, ...] = ()
 
@@ -137,9 +139,7 @@ class LossChoice:
         elif unequal is not None:
             is_late = self._joins.get(name) is False
             self._settle(name, joins=True)
-            reason = (
-                f"the mean over microbatches is {unequal.mean:.5g}, and the loss of all together {unequal.whole:.5g}"
-            )
+            reason = (_OF_LOGS if unequal.logged else _OF_LOSSES).format(unequal)
             rank_zero_info(_BATCH.format(reason) + (_LATE.format(self._num_steps // 4) if is_late else ""))
         elif written:
             self._settle(name, joins=True)
@@ -188,6 +188,7 @@ class LossChoice:
         with as_written, unchanged_generators(self._device), unchanged(self._module), torch.no_grad():
             step.execution(forward, join).run(actions)
         self._steps.free_gathered()  # gradients of the step are kept by its parameters: those of the shards
+        self._steps.order.begin()  # a trial that fails on one rank calls fewer layers there
         return trials[0] if trials else Trial()
 
 
@@ -206,6 +207,7 @@ class _Rest:
         self._module, self._step, self._batch, self._weights, self._has_loss = module, step, batch, weights, has_loss
         self._ignored: set[int] = set()
         self._written: list[str] = []
+        self._logged_otherwise: Trial | None = None
 
     def compared(self, passed: list[Passed]) -> Trial:
         """Compare the loss of microbatches together with the mean of theirs."""
@@ -220,6 +222,8 @@ class _Rest:
             return Trial(written=written) if not own else Trial(whole=own[0], mean=own[1], is_equal=False)
         tolerance = _tolerance(passed)
         unequal = [(whole, mean) for whole, mean, most in finite if abs(whole - mean) > tolerance * most]
+        if not unequal and self._logged_otherwise is not None:
+            return self._logged_otherwise
         whole, mean = unequal[0] if unequal else finite[0][:2]
         ignored = tuple(sorted(self._ignored))
         return Trial(whole=whole, mean=mean, is_equal=not unequal, ignored=ignored, written=written)
@@ -231,9 +235,10 @@ class _Rest:
             points += [([one], part) for one, part in zip(passed, self._batch.parts, strict=True)]
         found: list[tuple[float, float]] = []
         failed: Exception | None = None
-        for point in points:
+        together, apart = StepLogs(self._module), StepLogs(self._module)
+        for number, point in enumerate(points):
             try:
-                found.append(self._loss(*point))
+                found.append(self._loss(*point, apart if number else together, number))
             except Exception as error:  # also one of the user's code: the step itself goes on by microbatches
                 failed = failed or error
             # Each loss gathers parameters together with ranks on whose samples none raises, or another one.
@@ -243,20 +248,39 @@ class _Rest:
         (whole, _), *each = found
         if not self._has_loss:
             return ()
+        if self._weights is None and self._logged_otherwise is None:
+            self._logged_otherwise = _logged_otherwise(together, apart, _tolerance(passed))
         mean = sum(loss * count for loss, count in each if count) / (sum(count for _, count in each) or 1.0)
         return whole, mean, max([abs(whole), *(abs(loss) for loss, count in each if count)])
 
-    def _loss(self, passed: list[Passed], batch: Any) -> tuple[float, float]:
+    def _loss(self, passed: list[Passed], batch: Any, logs: StepLogs, number: int) -> tuple[float, float]:
         """The loss, and its weight."""
-        logs, metrics = StepLogs(self._module), StepMetrics(self._module)
+        metrics = StepMetrics(self._module)
         joined, state = self._step.joined(passed), self._step.state_outside_of_layers()
         counting = contextlib.nullcontext(lambda: 1.0) if self._weights is None else self._weights.counting(batch)
         with counting as count, _Tried(self._ignored):
-            output = self._step.run_rest(joined, self._batch.seed, logs.of(0), batch, self._batch.args)
+            output = self._step.run_rest(joined, self._batch.seed, logs.of(number), batch, self._batch.args)
             weight = float(count()) if self._has_loss else 1.0
         self._written = self._written or state.changed()
         check(foreign_violations(output, logs, metrics, joins=True))
         return float(loss_in(output)) if self._has_loss else 0.0, weight
+
+
+def _logged_otherwise(together: StepLogs, apart: StepLogs, tolerance: float) -> Trial | None:
+    """The first logged tensor that microbatches give another value, such as the exponential of a mean."""
+    try:
+        parts = apart.collected()
+    except ConfigurationError:  # nobody knows how values of microbatches become one, and nobody needs to
+        return Trial(whole=0.0, mean=math.nan, is_equal=False, logged="a value with a reduce_fx of your own")
+    values = {call.name: call.value for call in parts}
+    for call in together.collected():
+        of_parts = values.get(call.name)
+        if not (isinstance(call.value, Tensor) and isinstance(of_parts, Tensor)):
+            continue  # such as a time, which is another one in each run
+        if not value_difference(of_parts, call.value) <= tolerance:
+            whole, mean = float(call.value), float(of_parts)
+            return Trial(whole=whole, mean=mean, is_equal=False, logged=repr(call.name))
+    return None
 
 
 class _Tried(TorchFunctionMode):
@@ -299,6 +323,8 @@ def _tolerance(passed: list[Passed]) -> float:
     return 1e-5 if hidden.device.type == "cpu" else 1e-4
 
 
+_OF_LOSSES = "the mean over microbatches is {0.mean:.5g}, and the loss of all together {0.whole:.5g}"
+_OF_LOGS = "{0.logged} would be logged as {0.mean:.5g} over microbatches, and is {0.whole:.5g} for all of them together"
 _EXACT = "exact for means of equally weighted samples"
 _MICROBATCH = "loss='auto': what comes after the stack runs for each microbatch"
 _EVALUATION = "loss='auto': what comes after the stack runs for each microbatch in {}"

@@ -19,6 +19,16 @@ class Mean(Deep):
     """A mean over samples of equal weight."""
 
 
+class Perplexity(Deep):
+    """Logs what no mean over parts of a batch gives; its loss is one."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        loss = super().loss(tokens)
+        self.log("loss", loss)
+        self.log("perplexity", loss.detach().exp(), on_step=True, on_epoch=True)
+        return loss
+
+
 class Sum(Deep):
     """A sum over samples."""
 
@@ -233,6 +243,7 @@ class SometimesMasked(Masked):
 
 OTHERS: dict[str, Any] = {
     "late": (Labelled, late),
+    "perplexity": (Perplexity, None),
     "other label": (OtherLabel, second_half),
     "other label, later": (OtherLabel, later),
     "own mean": (OwnMean, masked_later),

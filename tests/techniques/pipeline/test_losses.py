@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_parallel import ConfigurationError
@@ -108,6 +109,24 @@ def test_auto_is_exact_where_it_is_hard_to_see(ranks: Any, case: str) -> None:
     assert "once on the whole batch" in words
     ours = ranks(2).run(fitted, case, "pp_custom:loss=batch", 2, 1)[0]
     assert worst(ours, expected(case)) < TOLERANCE
+
+
+def logged(case: str, strategy: str, num_ranks: int) -> tuple[dict[str, float], str]:
+    """The values that a fit has logged, and what it has told about losses."""
+    found: dict[str, float] = {}
+
+    class Values(Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            found.update({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    words = said(case, strategy, num_ranks, 1, watching=[Values()])[1]
+    return found, words
+
+
+def test_auto_sees_values_that_are_no_means(ranks: Any) -> None:
+    (ours, words), _ = ranks(2).run(logged, "perplexity", "pp_custom:check=first_step", 2)
+    assert "'perplexity' would be logged as" in words
+    assert ours == pytest.approx(once(logged, "perplexity", "auto", 1)[0], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("case", ["mean", "ignored"])
