@@ -198,7 +198,7 @@ class FirstStep:
         plain = copy.fill(module, lambda name, tensor: whole(tensor, owners.get(name)))
         assert isinstance(plain, LightningModule)
         _make_ready(plain, strategy)
-        steps = PlainSteps(module, plain, module.trainer, strategy.root_device)
+        steps = PlainSteps(module, plain, module.trainer, strategy.root_device, _data_group(strategy))
         window = ComparedWindow if module.automatic_optimization else ManualWindow
         return window(steps, Tolerance(max(tolerance_of(strategy).precision, self.finest)))
 

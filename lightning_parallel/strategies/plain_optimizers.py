@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_parallel import _lightning
+from lightning_parallel.strategies.copied_gradients import CopiedGradients
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -28,10 +30,15 @@ class PlainOptimizers:
         trainer: The trainer.
         module: The module, whose parameters its optimizers train.
         plain: The copy.
+        group: The ranks that read different samples; ``None`` for one process.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, plain: LightningModule) -> None:
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, plain: LightningModule, group: ProcessGroup | None
+    ) -> None:
         self._plain = plain
+        self.of_ranks = CopiedGradients(plain, group)
+        """The gradients, averaged over these ranks."""
         own = dict(plain.named_parameters())
         twins = {parameter: own[name] for name, parameter in module.named_parameters()}
         self.losses: list[Tensor] = []
@@ -62,7 +69,8 @@ class PlainOptimizers:
         self.scales_alike = self.scales_alike and not args and kwargs.get("gradient") is None
         self.losses.append(loss.detach().clone())
         self._plain.on_before_backward(loss)
-        self._plain.backward(loss, *args, **kwargs)
+        with self.of_ranks.backward():
+            self._plain.backward(loss, *args, **kwargs)
         named = self._plain.named_parameters()
         self.gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
         return loss.detach()

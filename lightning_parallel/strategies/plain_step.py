@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torchmetrics import Metric
 
 from lightning_parallel import _torch
@@ -110,9 +111,17 @@ class PlainSteps:
         plain: Its plain copy, filled.
         trainer: The trainer.
         device: The device on which both run.
+        group: The ranks that read different samples; ``None`` for one process.
     """
 
-    def __init__(self, module: LightningModule, plain: LightningModule, trainer: Trainer, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        plain: LightningModule,
+        trainer: Trainer,
+        device: torch.device,
+        group: ProcessGroup | None = None,
+    ) -> None:
         self.module = plain
         self._device = device
         self._precision: Precision = trainer.precision_plugin
@@ -124,7 +133,7 @@ class PlainSteps:
         self.failure = ""
         """The error of a hook behind backward, which may take the gradients of shards for granted; empty without."""
         is_manual = not module.automatic_optimization
-        self._optimizers = PlainOptimizers(trainer, module, plain) if is_manual else None
+        self._optimizers = PlainOptimizers(trainer, module, plain, group) if is_manual else None
         others = {} if self._optimizers is None else self._optimizers.of_trainer
         plain.trainer = _QuietTrainer(trainer, others)  # type: ignore[assignment]
 
@@ -200,7 +209,8 @@ class PlainSteps:
     def _forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[StepValues, Tensor | None]:
         values, before, output = StepValues(), RandomState.take(self._device), None
         held = HeldObjects(self.module.modules())  # with generators of its own
-        with values.of(self.module, passes_on=False), self._precision.train_step_context():
+        of_ranks = contextlib.nullcontext() if self._optimizers is None else self._optimizers.of_ranks.step()
+        with of_ranks, values.of(self.module, passes_on=False), self._precision.train_step_context():
             try:
                 output = self.module.training_step(*copy.deepcopy(args), **copy.deepcopy(kwargs))
             except FirstUpdate:

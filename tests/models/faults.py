@@ -6,6 +6,7 @@ import threading
 import warnings
 from typing import Any
 
+import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torchmetrics import SumMetric
 
 from tests.data import IGNORED
 from tests.models.cases import ByteGPT, next_token_loss, optimizer_of
+from tests.models.user_code import Tokens
 
 
 class SumOfSamples(ByteGPT):
@@ -312,3 +314,39 @@ class ManualLogsCalls(ManualStep):
         CALLS.append(1.0)
         self.log("calls", float(len(CALLS)))
         return super().training_step(batch, batch_idx)
+
+
+class SharpnessAware(Tokens):
+    """Moves the weights along the first gradients, and steps by those it finds there (Foret et al. 2021)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        parameters: list[Any] = list(self.parameters())
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        with torch.no_grad():
+            moves = [0.5 * parameter.grad / norm for parameter in parameters]
+            for parameter, move in zip(parameters, moves, strict=True):
+                parameter.add_(move)
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        with torch.no_grad():
+            for parameter, move in zip(parameters, moves, strict=True):
+                parameter.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+
+class RaisingCopy(SharpnessAware):
+    """Whose copy fails on one rank, behind the first backward."""
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().manual_backward(loss, *args, **kwargs)
+        if self.global_rank == 1 and type(self.trainer) is not L.Trainer:
+            raise ValueError("no copy of mine")

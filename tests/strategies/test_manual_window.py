@@ -12,7 +12,7 @@ import pytest
 from tests.data import batches
 from tests.jobs.first_steps import ends_before_an_update, fit
 from tests.models.cases import GAN, BareParameter
-from tests.models.faults import ManualLogsCalls, ManualStep
+from tests.models.faults import ManualLogsCalls, ManualStep, RaisingCopy, SharpnessAware
 from tests.models.user_code import Dropping
 from tests.parity import TOLERANCE, once, train_module, worst
 
@@ -65,6 +65,17 @@ def test_logged_values_that_no_run_repeats_prove_nothing(ranks: Any, strategy: s
     _, lines = ranks(2).run(fit, ManualLogsCalls, "byte_gpt", strategy, 2, 2)[0]
     assert lines[-1].startswith("first step equals one process up to its first update: loss")
     assert lines[-1].endswith("; calls: not the same in two runs")
+
+
+@pytest.mark.parametrize("strategy", ["ddp_custom", "zero1_custom", "fsdp_custom"])
+def test_steps_that_look_at_gradients_see_averages(ranks: Any, strategy: str) -> None:
+    (line,) = compared(ranks, SharpnessAware, "byte_gpt", strategy)
+    assert re.fullmatch(EQUAL, line), line
+
+
+def test_a_copy_that_fails_on_one_rank_leaves_nobody_waiting(ranks: Any) -> None:
+    (line,) = compared(ranks, RaisingCopy, "byte_gpt", "fsdp_custom")
+    assert line.startswith("first step not compared with one process: ")
 
 
 @pytest.mark.parametrize("strategy", ["ddp_custom", "fsdp_custom"])
