@@ -195,6 +195,19 @@ class Adapted(Tokens):
         return loss
 
 
+class AdaptedByList(Tokens):
+    """Adapters that hooks take from a list of the script, of which a copy of the module knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleList(nn.Linear(16, 16) for _ in self.model.blocks)
+        of_script = list(self.adapters)
+        for index, block in enumerate(self.model.blocks):
+            block.norm1.register_forward_hook(
+                lambda module, args, output, index=index: output + of_script[index](args[0])
+            )
+
+
 class BrokenOff(Tokens):
     """Ends an epoch in the middle of an accumulation window."""
 

@@ -74,7 +74,7 @@ def test_stages_that_do_not_count(ranks: Any) -> None:
 
 
 def test_stages_of_one_rank_that_both_count(ranks: Any) -> None:
-    words = ranks(2).run(with_updates_before_the_stack, "pp_custom:schedule=zbv")[0]
+    words = ranks(2).run(with_updates_before_the_stack, "pp_custom:schedule=zbv,loss=microbatch")[0]
     assert "the metric 'before' has 16 in place of 8 in its state 'sum_value'" in words
     assert "'after'" not in words
 
