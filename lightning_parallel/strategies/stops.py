@@ -145,6 +145,11 @@ class RunSignals(_lightning.signals.SignalConnector):
         self._stops = stops
 
     @override
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the trainer, in another process or for another fit, agrees with nobody; threads cannot be copied.
+        return {**super().__getstate__(), "_stops": None}
+
+    @override
     def _sigterm_notifier_fn(self, signum: Any, _: Any) -> None:
         if self._stops is None:
             self.received_sigterm = True
