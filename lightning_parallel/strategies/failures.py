@@ -104,6 +104,11 @@ class FailureWatch:
             if first == own and self._rank == 0:
                 self._wait_for_readers(self._store)
 
+    @property
+    def has_heard(self) -> bool:
+        """Whether a rank has failed, as this one knows: the store may end with rank 0 at any moment then."""
+        return self._first is not None
+
     def end(self, reason: str) -> None:
         """End this process, from another thread than one that waits in a collective, and tell the other ranks why.
 

@@ -31,7 +31,8 @@ class SignalledStrategy(SavingStrategy):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             store = None if self.world_size == 1 else _torch.groups.connected_store()
-            self._stops = StopAgreement(self._failures.key, self.global_rank, self.world_size, store)
+            ranks = self.global_rank, self.world_size
+            self._stops = StopAgreement(self._failures.key, *ranks, store, lambda: self._failures.has_heard)
             self._stopping = trainer
         signals = RunSignals(trainer, self._stops if is_fitting else None)
         _lightning.signals.set_connector(trainer, signals)

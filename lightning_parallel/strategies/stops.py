@@ -6,6 +6,7 @@ import contextlib
 import queue
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,10 +50,13 @@ class StopAgreement:
         rank: This one.
         size: The number of ranks.
         store: What they tell each other in; ``None`` for a single rank.
+        is_failing: Whether a rank has failed: the store may end then, and a look into it would print frames of C++.
     """
 
-    def __init__(self, key: str, rank: int, size: int, store: dist.Store | None) -> None:
-        self._key, self._rank, self._size = f"{key}/signal", rank, size
+    def __init__(
+        self, key: str, rank: int, size: int, store: dist.Store | None, is_failing: Callable[[], bool]
+    ) -> None:
+        self._key, self._rank, self._size, self._is_failing = f"{key}/signal", rank, size, is_failing
         self._asked: queue.SimpleQueue[int] = queue.SimpleQueue()  # the one that a handler may put something into
         self._num_ended = self._round = 0
         self._promised: int | None = None
@@ -90,9 +94,9 @@ class StopAgreement:
                 with contextlib.suppress(queue.Empty):
                     self._agree(store, self._asked.get(timeout=POLL))
                     continue
-                if store is not None and store.check([self._name("asked")]):
+                if store is not None and not self._is_failing() and store.check([self._name("asked")]):
                     self._agree(store, None)
-            if store is not None:
+            if store is not None and not self._is_failing():
                 store.set(self._name("over"), "1")
         except RuntimeError:  # the store has ended with rank 0, which was done
             self._is_over.set()
@@ -112,7 +116,7 @@ class StopAgreement:
             names = [self._name(rank) for rank in range(self._size)]
             while not store.check(names):
                 # A rank that is over has ended the last step there is, so that this one has no other to begin.
-                if store.check([self._name("over")]) or self._is_over.wait(_SOON):
+                if self._is_failing() or store.check([self._name("over")]) or self._is_over.wait(_SOON):
                     self._decide(None)
                     return
             last = max(int(store.get(name)) for name in names)

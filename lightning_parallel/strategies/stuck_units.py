@@ -56,7 +56,7 @@ class _Watch:
         since = 0.0
         store: dist.Store | None = None
         with contextlib.suppress(RuntimeError):  # the store may end with rank 0, which may be done
-            while not is_over.wait(_POLL):
+            while not is_over.wait(_POLL) and not self.failures.has_heard:
                 order = self.order_of()
                 now = order.calls
                 since = since + _POLL if now == last else 0.0
