@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
 import torch
 
 from lightning_parallel import full_state_dict
+from lightning_parallel.strategies import failures
 from tests.data import batches
 from tests.jobs.lifecycle import Weights
 from tests.models.not_numbers import NoLoss, NoNumber
@@ -37,10 +39,16 @@ def test_a_nan_is_that_of_one_process(ranks: Any, strategy: str, clip: float | N
         torch.testing.assert_close(ours[name], value, atol=TOLERANCE, rtol=0, equal_nan=True)
 
 
+def without_grace(strategy: str) -> None:
+    """A rank that waits in a collective ends a moment after the error of another one."""
+    with mock.patch.object(failures, "GRACE", 3.0):
+        fitted(NoLoss, strategy, 2)
+
+
 @pytest.mark.parametrize("strategy", NAMES)
 def test_a_step_without_a_loss_ends_all_ranks(ranks: Any, strategy: str) -> None:
     words = "returns NoneType for a microbatch" if strategy == "pp_custom" else "Skipping the `training_step`"
     with pytest.raises(RankError) as caught:
-        ranks(2).run(fitted, NoLoss, strategy, 2, deadline=40)
+        ranks(2).run(without_grace, strategy, deadline=40)
     assert words in str(caught.value)
     assert "was not done in time" not in str(caught.value)
