@@ -57,7 +57,8 @@ class StopAgreement:
         self, key: str, rank: int, size: int, store: dist.Store | None, is_failing: Callable[[], bool]
     ) -> None:
         self._key, self._rank, self._size, self._is_failing = f"{key}/signal", rank, size, is_failing
-        self._asked: queue.SimpleQueue[int] = queue.SimpleQueue()  # the one that a handler may put something into
+        # The queue that a handler may put something into; `None` wakes the thread at the end.
+        self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._num_ended = self._round = 0
         self._promised: int | None = None
         self._decision: _Decision | None = None
@@ -86,13 +87,18 @@ class StopAgreement:
     def close(self) -> None:
         """Heed no more signals: the last step has ended, or the run has failed."""
         self._is_over.set()
+        self._asked.put(None)
+        with self._has_changed:
+            self._has_changed.notify_all()
         self._thread.join(POLL + 1)
 
     def _listen(self, store: dist.Store | None) -> None:
         try:
             while not self._is_over.is_set():
                 with contextlib.suppress(queue.Empty):
-                    self._agree(store, self._asked.get(timeout=POLL))
+                    asked = self._asked.get(timeout=POLL)
+                    if asked is not None:
+                        self._agree(store, asked)
                     continue
                 if store is not None and not self._is_failing() and store.check([self._name("asked")]):
                     self._agree(store, None)
