@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -17,3 +18,7 @@ PROCESS = os.getpid()
 """The process that has imported this: a server."""
 THREADS = len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 1
 """Threads of that process; a fork leaves all but one of them behind, with the locks that they hold."""
+
+# What is here stays: ranks that collected garbage would go through all of it, and copy the pages that they share.
+gc.collect()
+gc.freeze()

@@ -8,10 +8,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+_connections: WeakKeyDictionary[dist.Store, dist.Store] = WeakKeyDictionary()
 
 
 def flattened(mesh: DeviceMesh, name: str, *, backend: str | None = None) -> DeviceMesh:
@@ -121,12 +124,16 @@ def collectives_checked(check: Callable[[str, dist.ProcessGroup | None], None]) 
 
 
 def connected_store() -> Any:
-    """Connect once more to the store in which the ranks of the default process group have met.
+    """A second connection to the store in which the ranks of the default process group have met.
 
-    A connection is taken while a thread waits in it. `distributed_c10d._get_default_store`, since 1.12; waits for a
-    public name.
+    The group's own is taken while a thread waits in it, so nobody may wait in this one. A process has one of them: the
+    store looks up the name of each that connects, and stands still for seconds where a name server does not answer.
+    `distributed_c10d._get_default_store`, since 1.12; waits for a public name.
     """
-    return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    if store not in _connections:
+        _connections[store] = store.clone()  # type: ignore[attr-defined]
+    return _connections[store]
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:

@@ -83,7 +83,7 @@ class FailureWatch:
         self.key = f"lightning_parallel/{strategy.broadcast(f'{os.getpid()}-{time.monotonic_ns()}')}"
         self._store, self._first, self._num_said = _torch.groups.connected_store(), None, 0
         self._is_over = threading.Event()
-        watched = _torch.groups.connected_store(), self._is_over
+        watched = self._store, self._is_over
         self._thread = threading.Thread(target=self._watch, args=watched, daemon=True, name="rank-failures")
         self._thread.start()
 
