@@ -106,6 +106,10 @@ class StepHooks:
     def after_update(self, optimizer: Optimizer) -> None:
         """Call it when `optimizer` has used its gradients."""
 
+    def tried(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for a microstep that is tried, and whose gradients are dropped when it closes."""
+        return contextlib.nullcontext()
+
     def close(self) -> None:
         """Give the optimizers back as they were."""
         for added in self._on_optimizers:
@@ -281,6 +285,19 @@ class Steps(StepHooks):
         self._unused.forget(parameter for group in optimizer.param_groups for parameter in group["params"])
         self.free_gathered()
         self._reduction.after_update()
+
+    @override
+    @contextlib.contextmanager
+    def tried(self) -> Iterator[None]:
+        """Inside this context, a microstep is a window of its own, and nothing remains of it. A collective."""
+        before = [(parameter, parameter.grad) for parameter in self._module.parameters()]
+        with self._reduction.apart():
+            yield
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        self._unused.forget(parameter for parameter, _ in before)
+        self.free_gathered()
+        self.begin()
 
     def _average(self) -> None:
         reduce_gradients(self._averaged, self._mesh.gradient_group, self._mesh.stage_host_group)

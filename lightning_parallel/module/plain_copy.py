@@ -59,6 +59,11 @@ class PlainCopy:
             _rebind_functions(child, memo)
         self._noted: dict[str, dict[str, Any]] = {}
 
+    @property
+    def module(self) -> nn.Module:
+        """The copy, as it is now."""
+        return self._copy
+
     def note(self, module: nn.Module) -> None:
         """Note the attributes of `module` once it is parallel: what changes from here on, the user's hooks change."""
         self._noted = {path: dict(_plain_attributes(child)) for path, child in module.named_modules()}

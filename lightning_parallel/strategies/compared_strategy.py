@@ -9,8 +9,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from lightning_parallel.module.differences import Tolerance
+from lightning_parallel.module.short_stacks import ShortStacks, parameter_bytes, short_stacks
 from lightning_parallel.plan import Plan
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
@@ -63,11 +65,21 @@ class ComparedStrategy(Protocol):
     def updates_in_backward(self) -> bool:
         """Whether parameters are updated while backward runs."""
 
+    @property
+    def can_leave_out_layers(self) -> bool:
+        """Whether a step may go through some of the layers only, the same ones on all ranks."""
+
     def plan_for(self, module: LightningModule) -> Plan:
         """The plan of `module`."""
 
     def policies_for(self, module: LightningModule) -> Policies:
         """The rules, with those that depend on `module`."""
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Called before a backward through `closure_loss`."""
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Called after a backward through `closure_loss`."""
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, have decided so. A collective."""
@@ -95,25 +107,32 @@ def is_reference(strategy: ComparedStrategy) -> bool:
     return is_one and not strategy.policies_for(strategy.module).layer.are_on
 
 
-def unsupported(strategy: ComparedStrategy, *, is_asked_for: bool) -> str:
-    """The reason for which a first step under `strategy` is not compared; empty if it is.
-
-    Args:
-        strategy: The strategy.
-        is_asked_for: Whether it is to be compared also where memory may not suffice.
-    """
+def unsupported(strategy: ComparedStrategy) -> str:
+    """The reason for which a first step under `strategy` is not compared, whatever memory there is; empty if it is."""
     if strategy.updates_in_backward:
         return "optimizer_in_backward=True uses up each gradient as soon as it is there"
-    if not is_asked_for and not _fits(strategy):
-        return "the module does not fit on a rank beside itself; check='first_step' tries nevertheless"
     return ""
 
 
-def _fits(strategy: ComparedStrategy) -> bool:
-    size = sum(parameter.numel() * parameter.itemsize for parameter in strategy.module.parameters())
-    device = strategy.root_device
+def shortened(strategy: ComparedStrategy) -> tuple[ShortStacks | None, str]:
+    """The layers without which a copy of the module fits beside it on all ranks. A collective.
+
+    Call it before anything is applied to the module.
+
+    Returns:
+        ``None`` if it fits with all of them; and the reason for which it cannot be compared, empty if it can.
+    """
+    module, device = strategy.module, strategy.root_device
     sharers = strategy.num_processes if device.type == "cpu" else 1
-    return _COPIES * size <= free_memory(device) // max(1, sharers) // 2
+    room = min(of_all_ranks(free_memory(device) // max(1, sharers) // 2 // _COPIES))
+    if parameter_bytes(module) <= room:
+        return None, ""
+    leaves_out = strategy.can_leave_out_layers and module.automatic_optimization
+    short = short_stacks(module, strategy.plan_for(module).structure, room) if leaves_out else None
+    return short, "" if short is not None else _TOO_LARGE
+
+
+_TOO_LARGE = "the module does not fit on a rank beside itself; check='first_step' tries nevertheless"
 
 
 def shares_samples(strategy: ComparedStrategy) -> bool:

@@ -35,11 +35,13 @@ class ComparedWindow:
         plain: The steps of the copy.
         tolerance: How far the two may be apart.
         state: The random state with which the last step began.
+        layers: The layers that both have, in words, where others are left out.
     """
 
     plain: PlainSteps
     tolerance: Tolerance
     state: RandomState | None = None
+    layers: str = ""
     num_backwards: int = 0
     num_gradients: int = 0
     ours: StepValues = field(default_factory=StepValues)
@@ -217,7 +219,7 @@ class ComparedWindow:
     @property
     def extent(self) -> str:
         """The part of the step that is compared, in words; empty for all of it."""
-        return ""
+        return f" in a trial with {self.layers}" if self.layers else ""
 
     def summary(self) -> str:
         """The line that says that both are equal."""

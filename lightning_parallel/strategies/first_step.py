@@ -7,29 +7,18 @@ the same values, leave metrics in the same states and end with the same gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from itertools import chain
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch.distributed as dist
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_parallel import _lightning
-from lightning_parallel.checkpoint.full_state import whole
 from lightning_parallel.errors import FirstStepError
 from lightning_parallel.errors import check as refuse
-from lightning_parallel.module.differences import Tolerance
-from lightning_parallel.module.plain_copy import NotCopyableError, PlainCopy
 from lightning_parallel.ranks.random_streams import RandomState
-from lightning_parallel.ranks.stage_owners import all_stage_owners
+from lightning_parallel.strategies.compared_copy import ComparedCopy, copy_of, data_group
 from lightning_parallel.strategies.compared_strategy import (
     ComparedStrategy,
     in_words,
@@ -37,14 +26,12 @@ from lightning_parallel.strategies.compared_strategy import (
     layers_with_parts,
     of_all_ranks,
     shares_samples,
-    tolerance_of,
-    unsupported,
 )
 from lightning_parallel.strategies.compared_window import ComparedWindow
 from lightning_parallel.strategies.manual_window import ManualWindow
-from lightning_parallel.strategies.module_device import set_module_device
-from lightning_parallel.strategies.plain_step import PlainSteps, StepValues
+from lightning_parallel.strategies.plain_step import StepValues
 from lightning_parallel.strategies.second_run import SecondRun
+from lightning_parallel.strategies.trial_step import NotTriedError, TrialStep
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -52,11 +39,6 @@ if TYPE_CHECKING:
 CHECKS = ("auto", "first_step", "off")
 """Values of the argument `check`."""
 
-_SHARED = (DeviceMesh, dist.ProcessGroup, Dataset, DataLoader, Sampler, LightningDataModule)
-_TABLES = ("datasets", "pandas", "polars", "pyarrow")
-"""Libraries whose objects are data: copies of them could fill the memory of the host."""
-_LARGE = 1 << 24
-"""Bytes from which on an array is data, and no state of a step."""
 _DRAWN = "it draws random numbers (dropout), which ranks that share samples draw for their parts, and differs"
 
 
@@ -70,16 +52,18 @@ def check_violations(check: str) -> list[str]:
 class FirstStep:
     """Compares the first accumulation window of a fit with one process; later steps pass by it.
 
+    Where the module does not fit beside itself, a trial step is compared instead, in which both have fewer layers.
+
     Args:
         strategy: The strategy.
-        check: ``"first_step"``; ``"auto"``, where the module fits beside itself; ``"off"``.
+        check: ``"first_step"``; ``"auto"``, with as many layers as fit; ``"off"``.
     """
 
     def __init__(self, strategy: ComparedStrategy, check: str) -> None:
         refuse(check_violations(check))
         self._strategy = strategy
         self._check = check
-        self._copy: PlainCopy | None = None
+        self._copy: ComparedCopy | None = None
         self._window: ComparedWindow | None = None
         self._layers: tuple[str, ...] = ()
         self._listening = ExitStack()
@@ -93,17 +77,11 @@ class FirstStep:
     def begin(self, trainer: Trainer) -> None:
         """Copy the module, if it is to be compared. Call it before anything is applied to it."""
         self.end()
-        strategy, module = self._strategy, self._strategy.module
+        strategy = self._strategy
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if self._check == "off" or not is_fitting or is_reference(strategy) or trainer.ckpt_path is not None:
             return
-        reason = unsupported(strategy, is_asked_for=self._check == "first_step")
-        if not reason:
-            shared = [trainer, strategy, *_shared_with(module)]
-            try:
-                self._copy = PlainCopy(module, shared=shared, device=strategy.root_device)
-            except NotCopyableError as error:
-                reason = str(error)
+        self._copy, reason = copy_of(strategy, trainer, may_leave_out=self._check == "auto")
         if self._agree(reason):
             self._layers = layers_with_parts(strategy)
 
@@ -117,7 +95,7 @@ class FirstStep:
     def note(self) -> None:
         """Note the module as the strategy has made it: what changes from here on, the user's hooks change."""
         if self._copy is not None:
-            self._copy.note(self._strategy.module)
+            self._copy.plain.note(self._strategy.module)
 
     def end(self) -> None:
         """Free the copy."""
@@ -135,8 +113,22 @@ class FirstStep:
         Raises:
             FirstStepError: If its loss, or what it logs or gives to metrics, is not that of one process.
         """
-        if self._copy is None or self.is_paused or not self._is_compared(args, kwargs):
+        copy = self._copy
+        if copy is None or self.is_paused or not self._is_followed(copy, args, kwargs):
             return step(*args, **kwargs)
+        if copy.short is not None:
+            trial = TrialStep(self._strategy, step, self._agree)
+            with copy.shortened(), trial.undone(), suppress(NotTriedError):
+                if self._has_plain_step(copy, args, kwargs):
+                    trial.run_backward(self._run_compared(trial.run, args, kwargs))
+                    self.before_update()
+            self.end()
+        elif self._has_plain_step(copy, args, kwargs):
+            return self._run_compared(step, args, kwargs)
+        return step(*args, **kwargs)
+
+    def _run_compared(self, step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a step, and compare what it returns and logs."""
         assert self._window is not None
         window, strategy, values = self._window, self._strategy, StepValues()
         window.ours, window.state = values, RandomState.take(strategy.root_device)
@@ -177,30 +169,21 @@ class FirstStep:
         """Return a context in which gradients are left as they are on each rank."""
         return nullcontext() if self._window is None else self._window.held()
 
-    def _is_compared(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    def _is_followed(self, copy: ComparedCopy, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether the copy has what the module has now, on all ranks. A collective at the begin of the window."""
+        return self._window is not None or self._agree(copy.follow(args, kwargs))
+
+    def _has_plain_step(self, copy: ComparedCopy, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Run the step on the copy. False if some rank could not. A collective."""
-        assert self._copy is not None
-        # Before the collectives of `fill`.
-        if self._window is None and not self._agree(_not_followed(self._copy, self._strategy, args, kwargs)):
-            return False
         reason = ""
         try:
             if self._window is None:
-                self._window = self._open_window(self._copy)
+                self._window = copy.open_window(finest=self.finest)
             self._window.take_plain_step(args, kwargs)
         except Exception as error:  # a user's step may raise anything: the real one will, too, or the copy is at fault
-            reason = f"a plain copy of the module raised {type(error).__name__}: {error}"
+            layers = f" with {copy.short}" if copy.short else ""
+            reason = f"a plain copy of the module{layers} raised {type(error).__name__}: {error}"
         return self._agree(reason)
-
-    def _open_window(self, copy: PlainCopy) -> ComparedWindow:
-        strategy, module = self._strategy, self._strategy.module
-        owners = all_stage_owners(module)
-        plain = copy.fill(module, lambda name, tensor: whole(tensor, owners.get(name)))
-        assert isinstance(plain, LightningModule)
-        _make_ready(plain, strategy)
-        steps = PlainSteps(module, plain, module.trainer, strategy.root_device, _data_group(strategy))
-        window = ComparedWindow if module.automatic_optimization else ManualWindow
-        return window(steps, Tolerance(max(tolerance_of(strategy).precision, self.finest)))
 
     def before_backward(self, loss: Tensor) -> None:
         """Watch by what the gradient of `loss` is multiplied: by the loss scale, or by weights of a callback."""
@@ -212,7 +195,7 @@ class FirstStep:
         """Add the gradients of the copy to those of the window. A collective if hooks see them."""
         self._listening.close()
         if self._window is not None:
-            self._window.add_gradients(_data_group(self._strategy))
+            self._window.add_gradients(data_group(self._strategy))
 
     def before_update(self) -> None:
         """Compare the gradients of the window, and metrics over the ranks. A collective.
@@ -226,7 +209,7 @@ class FirstStep:
         if window.num_backwards == 0:
             self._leave("the step calls backward by itself, and not manual_backward")
             return
-        found = window.update_differences(_data_group(self._strategy))
+        found = window.update_differences(data_group(self._strategy))
         if not self._agree(window.plain.failure):
             return
         self._decide(found)
@@ -265,46 +248,6 @@ class FirstStep:
         if strategy.global_rank != 0:
             raise FirstStepError("the first step differs from one process; rank 0 says how")
         raise FirstStepError(in_words(strategy, first, rank, where))
-
-
-def _data_group(strategy: ComparedStrategy) -> dist.ProcessGroup | None:
-    return getattr(strategy, "data_group", None)
-
-
-def _not_followed(copy: PlainCopy, strategy: ComparedStrategy, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """The reason for which `copy` cannot follow the module into a step with these arguments; empty if it does."""
-    if any(isinstance(each, Iterator) for each in (*args, *kwargs.values())):
-        return "the step takes an iterator, which gives each batch once"
-    if getattr(strategy.steps, "microbatch_weights", None) is not None:
-        return "TokenWeighted weights the losses of microbatches, and not what the step logs of them"
-    try:
-        copy.follow(strategy.module)
-    except NotCopyableError as error:
-        return str(error)
-    return ""
-
-
-def _make_ready(plain: LightningModule, strategy: ComparedStrategy) -> None:
-    """Do to a plain copy what one process would do to the module, too."""
-    set_module_device(plain, strategy.root_device)
-    strategy.precision_plugin.convert_module(plain)
-    if isinstance(strategy, ParallelStrategy) and (sync := _lightning.layer_sync(strategy)) is not None:
-        sync.apply(plain)
-
-
-def _shared_with(module: LightningModule) -> list[object]:
-    """Objects that a copy of `module` shares with it: data, and process groups and meshes, which have no copies."""
-    found: list[object] = [m.process_group for m in module.modules() if getattr(m, "process_group", None) is not None]
-    for value in chain.from_iterable(vars(child).values() for child in module.modules()):
-        entries = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-        found += [entry for entry in entries if isinstance(entry, _SHARED) or _is_data(entry)]
-    return found
-
-
-def _is_data(value: object) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.nbytes > _LARGE
-    return type(value).__module__.partition(".")[0] in _TABLES
 
 
 def _where(again: SecondRun | None, differences: Sequence[str]) -> str:

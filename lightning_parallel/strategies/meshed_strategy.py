@@ -44,6 +44,11 @@ class MeshedStrategy(ProcessGroupStrategy):
         return self._degrees.resolve(self.num_nodes * self.num_processes, self.num_processes)
 
     @property
+    @override
+    def can_leave_out_layers(self) -> bool:
+        return self.degrees.pipeline == 1  # whose stages have different ones
+
+    @property
     def mesh(self) -> Mesh:
         """The ranks by purpose; exists once `fit`, `validate`, `test` or `predict` has begun."""
         if self._mesh is None:

@@ -135,7 +135,7 @@ class PlainSteps:
         is_manual = not module.automatic_optimization
         self._optimizers = PlainOptimizers(trainer, module, plain, group) if is_manual else None
         others = {} if self._optimizers is None else self._optimizers.of_trainer
-        plain.trainer = _QuietTrainer(trainer, others)  # type: ignore[assignment]
+        plain.trainer = QuietTrainer(trainer, others)  # type: ignore[assignment]
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[StepValues, dict[str, Tensor]]:
         """Forward and backward of one training step, from the present random state, which stays as it is.
@@ -288,7 +288,7 @@ class PlainSteps:
             raise RuntimeError(f"its step uses {len(mixed)} parameters of the module itself")
 
 
-class _QuietTrainer:
+class QuietTrainer:
     """A trainer that logs nowhere, and takes what is set on it for itself.
 
     Args:

@@ -80,6 +80,11 @@ class PlannedStrategy(SignalledStrategy):
         return self.degrees.pipeline != 1
 
     @property
+    def can_leave_out_layers(self) -> bool:
+        """Whether a step may go through some of the layers only; the reducer of DDP waits for the gradients of all."""
+        return False
+
+    @property
     def degrees(self) -> Degrees:
         """The resolved degrees; they need the devices, so a Trainer."""
         return Degrees(replicate=self.num_nodes * self.num_processes or 1, shard=1)

@@ -136,7 +136,7 @@ class GradientReduction:
     def held(self) -> Iterator[None]:
         """Inside this context, backward is not the last of its window, and holds gradients back."""
         self._measure()
-        self._set(reduce=self._mode != "last", all_reduce=self._averages_at_once)
+        self._hold()
         try:
             with self._window.held():
                 yield
@@ -145,6 +145,18 @@ class GradientReduction:
             for unit in self._units if self._mode == "last" else ():
                 _torch.fsdp.even_out_held_gradients(unit)
             self._set(reduce=True, all_reduce=True)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside this context, a microstep is a window of its own, and reduces, whatever the one around it does."""
+        window, self._window = self._window, AccumulationWindow()
+        self._set(reduce=True, all_reduce=True)
+        try:
+            yield
+        finally:
+            self._window = window
+            if window.is_held:
+                self._hold()
 
     def before_backward(self) -> None:
         """Check, before each backward, that the same parameters train as in the window's microsteps so far.
@@ -218,6 +230,9 @@ class GradientReduction:
         """End the window. With ``"auto"``, the first one decides between the other modes, in a collective."""
         if self._mode == "auto" and self._has_measured:
             self._decide()
+
+    def _hold(self) -> None:
+        self._set(reduce=self._mode != "last", all_reduce=self._averages_at_once)
 
     def _set(self, *, reduce: bool, all_reduce: bool) -> None:
         for unit in self._units:

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import lightning as L
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel import FirstStepError, build_strategy, full_state_dict
-from lightning_parallel.strategies import first_step, planned_strategy
+from lightning_parallel.strategies import compared_strategy, first_step, planned_strategy
 from tests.data import batches
 from tests.parity import Outcome, make_trainer, train_module
 
@@ -69,11 +70,34 @@ def fit(
     return outcome, lines
 
 
-def ends_before_an_update(make: Callable[[], L.LightningModule], strategy: str, **kwargs: object) -> str:
+def fit_with_room(room: float, *args: Any, **kwargs: Any) -> tuple[Outcome, list[str]]:
+    """As `fit` with ``check="auto"``, where a copy may have as many bytes as `room` times the parameters.
+
+    Args:
+        room: Their part.
+        args: Of `fit`, of which the first makes the module.
+        kwargs: Of `fit`.
+    """
+    with little_memory(room, args[0]):
+        return fit(*args, check="auto", **kwargs)
+
+
+@contextmanager
+def little_memory(room: float, make: Callable[[], L.LightningModule]) -> Iterator[None]:
+    """Let a copy have as many bytes as `room` times the parameters of what `make` makes."""
+    sizes = [parameter.numel() * parameter.itemsize for parameter in make().parameters()]
+    free = int(room * sum(sizes)) * compared_strategy._COPIES * 2 * dist.get_world_size()
+    with mock.patch.object(compared_strategy, "free_memory", return_value=free):
+        yield
+
+
+def ends_before_an_update(
+    make: Callable[[], L.LightningModule], strategy: str, check: str = "first_step", **kwargs: object
+) -> str:
     """The words of the error with which a fit ends; its weights are then those of before."""
     module = make()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    with compared():
+    with compared(check):
         trainer = make_trainer(build_strategy(strategy), 2, **kwargs)
     with pytest.raises(FirstStepError) as caught:
         trainer.fit(module, batches("byte_gpt", 1))
