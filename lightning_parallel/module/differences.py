@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,13 +75,14 @@ def value_difference(ours: object, expected: object) -> float:
 
 
 def gradient_differences(
-    ours: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: Tolerance
+    ours: Callable[[str], Tensor], expected: Mapping[str, Tensor], tolerance: Tolerance
 ) -> dict[str, float]:
     """The differences of gradients beyond the tolerance, as shares of their norms.
 
     Args:
-        ours: Name of a parameter -> its gradient.
-        expected: The same, as it should be.
+        ours: Returns the gradient of the parameter of a name; called once for each, in the order of `expected`, so that
+            no more than one is whole at a time where they are sharded.
+        expected: Name -> gradient, as it should be.
         tolerance: How far they may be apart.
 
     Returns:
@@ -91,7 +92,7 @@ def gradient_differences(
     total = math.hypot(*norms.values())
     found = {}
     for name, gradient in expected.items():
-        own, norm = ours[name].to(gradient.device), norms[name]
+        own, norm = ours(name).to(gradient.device), norms[name]
         if not _distance(own, gradient, norm + tolerance.negligible * total) <= tolerance.gradient:
             found[name] = _distance(own, gradient, norm)
     return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -75,21 +76,29 @@ class Lengths:
             )
 
     def between_layers(self, error: Exception) -> list[str]:
-        """In words, that code between the layers has failed with `error` on a part of a sequence; empty if it has not.
+        """In words, that code outside of the layers has failed with `error` on a part of a sequence; else empty.
 
         What fails inside of a layer, such as a collective that waits for a rank in vain, is something else.
         """
         is_of_shapes = isinstance(error, RuntimeError | IndexError) and not isinstance(error, torch.OutOfMemoryError)
-        if not self.entered or not is_of_shapes:
+        if not is_of_shapes or not self.whole:
             return []
         running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
         if any(each is layer for each in running for layer in self.layers):
             return []
         parts = ", ".join(f"{part} of {whole}" for part, whole in self.whole.items())
+        if self.entered:
+            return [
+                f"code behind {self.entered}, where each rank has a part of the sequence ({parts} positions), fails "
+                f"with: {error}. What it adds to hidden states there is of the whole sequence: give it to the layers "
+                f"as an argument, which is cut for them, or give {self.remedy}"
+            ]
+        numbers = set(map(int, re.findall(r"\b\d+\b", str(error))))
+        if not any(part != whole and {part, whole} <= numbers for part, whole in self.whole.items()):
+            return []
         return [
-            f"code behind {self.entered}, where each rank has a part of the sequence ({parts} positions), fails with: "
-            f"{error}. What it adds to hidden states there is of the whole sequence: give it to the layers as an "
-            f"argument, which is cut for them, or give {self.remedy}"
+            f"code behind the layers fails with: {error}. Only the result of the last layer is of the whole sequence; "
+            f"those of the others, which the step or a hook has kept, are parts ({parts} positions). Give {self.remedy}"
         ]
 
 

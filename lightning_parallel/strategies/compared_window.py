@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,8 +177,9 @@ class ComparedWindow:
         """
         expected = self._gradients if self.has_hook else self.averaged(group)
         self.num_gradients = len(expected)
-        ours = {name: whole_gradient(p) for name, p in self.plain.originals.named_parameters() if name in expected}
-        found = [*self.hook_differences(), *self.gradient_differences(ours, expected)]
+        parameters = dict(self.plain.originals.named_parameters())
+        apart = self.gradient_differences(lambda name: whole_gradient(parameters[name]), expected)
+        found = [*self.hook_differences(), *apart]
         return [*found, *self.synced_differences(group)]
 
     def averaged(self, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
@@ -191,18 +192,19 @@ class ComparedWindow:
         result = {}
         for name, parameter in self.plain.module.named_parameters():
             if parameter.requires_grad:
-                gradient = self._gradients.get(name)
+                gradient = self._gradients.pop(name, None)
                 gradient = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
                 if size > 1:
                     dist.all_reduce(gradient, group=group)
-                result[name] = gradient / size
+                    gradient /= size
+                result[name] = gradient
         return self.plain.after_backward(result)
 
-    def gradient_differences(self, ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    def gradient_differences(self, ours: Callable[[str], Tensor], expected: Mapping[str, Tensor]) -> list[str]:
         """Gradients that differ, in words.
 
         Args:
-            ours: Name of a parameter -> its whole gradient.
+            ours: Returns the whole gradient of the parameter of a name.
             expected: As `averaged` returns them.
         """
         found = gradient_differences(ours, expected, self.tolerance)

@@ -96,7 +96,7 @@ class ManualWindow(ComparedWindow):
         found += self.steady_differences()
         if self._noted is not None and self._is_one_sum:
             self.num_gradients = len(expected)
-            found += self.gradient_differences(self._noted, expected)
+            found += self.gradient_differences(self._noted.__getitem__, expected)
         return [*found, *self.synced_differences(group)]
 
     @property

@@ -341,6 +341,17 @@ class AddsBetween(Net):
         return x
 
 
+class SumsLayers(Net):
+    """The results of all layers are added up, of which only the last is of the whole sequence."""
+
+    def run(self, x: Tensor) -> Tensor:
+        results = []
+        for layer in self.layers:
+            x = layer(x)
+            results.append(x)
+        return torch.stack(results).sum(0)
+
+
 REFUSED: dict[tuple[str, str], tuple[type[Case], str]] = {
     ("second_mixes", "both"): (SecondMixes, "changes what layers.1 (Layer) computes"),
     ("batch_norm", "both"): (WithBatchNorm, "layers.0.batch_norm takes statistics of all positions"),
@@ -349,6 +360,7 @@ REFUSED: dict[tuple[str, str], tuple[type[Case], str]] = {
         AddsBetween,
         "code behind layers.0, where each rank has a part of the sequence (8 of 16",
     ),
+    ("sums_layers", "both"): (SumsLayers, "which the step or a hook has kept, are parts (8 of 16 positions)"),
     ("leaves_early", "both"): (LeavesEarly, "by layers.0 and left it before the last layer"),
     ("fewer_queries", "ring"): (changed(fewer_queries), "the 2 heads of keys divide, but queries have 1"),
     ("other_length", "ring"): (OtherLength, "in all of a step, but got another beside 16"),

@@ -16,6 +16,7 @@ from tests.models.sequence_nets import (
     LeavesEarlyInEvaluation,
     NotANumber,
     SecondMixes,
+    SumsLayers,
     changed,
     with_table_in_fp32,
 )
@@ -51,17 +52,24 @@ def test_what_parts_would_compute_differently_is_refused(ranks: Any, name: str, 
     assert REFUSED[name, kind][1] in ranks(2).run(refusal, name, kind, attention)[0]
 
 
-def between(strategy: str) -> str:
+def between(make: Any, strategy: str) -> str:
     try:
-        train_module(AddsBetween, batches("byte_gpt", 1), strategy, 2)
+        train_module(make, batches("byte_gpt", 1), strategy, 2)
     except ConfigurationError as error:
         return str(error)
     return ""
 
 
-def test_code_between_layers_of_split_activations_is_refused_in_words(ranks: Any) -> None:
-    message = ranks(2).run(between, "tp_custom:sequence=true")[0]
-    assert "code behind layers.0, where each rank has a part of the sequence (8 of 16 positions)" in message
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (AddsBetween, "code behind layers.0, where each rank has a part of the sequence (8 of 16 positions)"),
+        (SumsLayers, "those of the others, which the step or a hook has kept, are parts (8 of 16 positions)"),
+    ],
+)
+def test_code_between_layers_of_split_activations_is_refused_in_words(ranks: Any, make: Any, words: str) -> None:
+    message = ranks(2).run(between, make, "tp_custom:sequence=true")[0]
+    assert words in message
     assert "sequence=False" in message
 
 
