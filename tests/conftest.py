@@ -65,6 +65,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
     pools: dict[int, RankPool] = {}
 
     def pool_of(size: int) -> RankPool:
+        if size in pools and pools[size].is_crowded:
+            pools.pop(size).close()
         if size not in pools or not pools[size].is_alive:
             pools[size] = RankPool(size, tmp_path_factory.mktemp(f"ranks{size}"))
         return pools[size]

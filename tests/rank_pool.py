@@ -29,6 +29,9 @@ STARTING = 300.0
 """Seconds within which ranks have to be there: the first ones wait for the servers, which import torch meanwhile."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """What servers and ranks have in their environment. A server with threads could not be forked."""
+MANY_THREADS = 60
+"""Threads of a rank from which on it is better to start again: those of each gloo group look for work 100 times a second,
+and a session makes groups of all shapes."""
 WRITING = 5.0
 """Seconds that a rank has for writing down where it stands, and others for noticing that one has died."""
 
@@ -116,6 +119,12 @@ class RankPool:
     def is_alive(self) -> bool:
         """Whether all ranks can take a job."""
         return all(process.is_alive() for process in self._processes)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether the groups of earlier jobs take much of the machine's time."""
+        tasks = Path(f"/proc/{self._processes[0].pid}/task")
+        return tasks.exists() and len(list(tasks.iterdir())) > MANY_THREADS
 
     def close(self) -> None:
         """End the ranks."""

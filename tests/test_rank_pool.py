@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.rank_pool import RankError, RankPool
+from tests.rank_pool import MANY_THREADS, RankError, RankPool
 
 
 @pytest.fixture
@@ -23,6 +24,17 @@ def pool(tmp_path: Path) -> Iterator[RankPool]:
     pool = RankPool(2, tmp_path)
     yield pool
     pool.close()
+
+
+def starts_threads(number: int) -> None:
+    for _ in range(number):
+        threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+
+
+def test_ranks_with_many_threads_are_to_be_started_again(pool: RankPool) -> None:
+    assert not pool.is_crowded
+    pool.run(starts_threads, MANY_THREADS)
+    assert pool.is_crowded
 
 
 def goes_wrong(how: str) -> int:
