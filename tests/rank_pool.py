@@ -30,8 +30,8 @@ STARTING = 300.0
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """What servers and ranks have in their environment. A server with threads could not be forked."""
 MANY_THREADS = 60
-"""Threads of a rank from which on it is better to start again: those of each gloo group look for work 100 times a second,
-and a session makes groups of all shapes."""
+"""Threads of a rank from which on it is better to start again: each gloo group looks for work 100 times a second, and a
+session makes groups of all shapes."""
 WRITING = 5.0
 """Seconds that a rank has for writing down where it stands, and others for noticing that one has died."""
 
