@@ -65,6 +65,11 @@ class StepHooks:
             if isinstance(added, OffloadedState):
                 added.store()
 
+    @property
+    def place(self) -> str:
+        """Where in a step this rank is; ranks that have called the same units return the same."""
+        return ""
+
     def begin(self) -> None:
         """Call it before a training step, and before a loop without training."""
 
@@ -194,6 +199,11 @@ class Steps(StepHooks):
         for lengths in self._lengths:
             lengths.forget()
         self._buffers.synchronize()
+
+    @property
+    @override
+    def place(self) -> str:
+        return str(self.order.calls)
 
     @override
     def check_calls(self) -> None:

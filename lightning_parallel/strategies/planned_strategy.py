@@ -141,6 +141,10 @@ class PlannedStrategy(SignalledStrategy):
         super().load_optimizer_state_dict(checkpoint)
         self.steps.state_was_loaded()
 
+    @override
+    def _place_in_step(self) -> str:
+        return self.steps.place
+
     def before_step(self, name: str, args: Sequence[Any]) -> None:
         """Called before a step runs, and before its gradients are held back. A collective where it does anything.
 

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_parallel import _lightning, _torch
+from lightning_parallel.strategies.exception_saves import ExceptionSaves
 from lightning_parallel.strategies.saving_strategy import SavingStrategy
 from lightning_parallel.strategies.stops import RunSignals, StopAgreement, save_last
 
@@ -21,6 +22,7 @@ class SignalledStrategy(SavingStrategy):
 
     _stops: StopAgreement | None = None
     _stopping: Trainer | None = None
+    _exception_saves: ExceptionSaves | None = None
 
     def take_signals(self, trainer: Trainer) -> None:
         """Heed signals to the run of `trainer` from now on: a fit all ranks leave behind the same step. A collective.
@@ -34,6 +36,8 @@ class SignalledStrategy(SavingStrategy):
             ranks = self.global_rank, self.world_size
             self._stops = StopAgreement(self._failures.key, *ranks, store, lambda: self._failures.has_heard)
             self._stopping = trainer
+            if store is not None:
+                self._exception_saves = ExceptionSaves(trainer, self._failures.key, *ranks, store, self._place_in_step)
         signals = RunSignals(trainer, self._stops if is_fitting else None)
         _lightning.signals.set_connector(trainer, signals)
         if is_fitting:
@@ -49,8 +53,15 @@ class SignalledStrategy(SavingStrategy):
         if self._stopping is not None:
             save_last(self._stopping)
 
+    def _place_in_step(self) -> str:
+        """Where in a step this rank is: ranks whose collectives so far are the same return the same."""
+        return ""
+
     def end_watching(self) -> None:
         """Heed no more signals, and watch the other ranks no more."""
+        if self._exception_saves is not None:
+            self._exception_saves.close()
+            self._exception_saves = None
         if self._stops is not None:
             self._stops.close()
             self._stops = None
