@@ -22,6 +22,7 @@ LAYERS = (
     ("policies",),
     ("plan",),
     ("parallelize",),
+    ("step_hooks",),
     ("steps",),
     ("strategies", "callbacks"),
     ("presets",),

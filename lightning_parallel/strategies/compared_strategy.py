@@ -17,7 +17,7 @@ from lightning_parallel.plan import Plan
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.ranks.memory import free_memory
-from lightning_parallel.steps import StepHooks
+from lightning_parallel.step_hooks import StepHooks
 
 _COPIES = 3
 """Number of times that parameters are held for the comparison: the copy, its gradients, and those of one microstep."""

@@ -112,14 +112,6 @@ class ComparedWindow:
         }
         return found + metric_differences(states_of_metrics(self.plain.originals), updated, self.tolerance)
 
-    def synced_differences(self, group: dist.ProcessGroup | None) -> list[str]:
-        """Metrics that count samples more than once when they are added up, in words. A collective of all ranks.
-
-        Args:
-            group: The ranks that read different samples.
-        """
-        return synced_differences(self.plain.originals, self.plain.module, group, self.tolerance)
-
     def _log_differences(self, ours: StepValues, expected: StepValues) -> list[str]:
         found, own, theirs = [], ours.numbers(), expected.numbers()
         for name in [*theirs, *(name for name in own if name not in theirs)]:
@@ -180,7 +172,7 @@ class ComparedWindow:
         parameters = dict(self.plain.originals.named_parameters())
         apart = self.gradient_differences(lambda name: whole_gradient(parameters[name]), expected)
         found = [*self.hook_differences(), *apart]
-        return [*found, *self.synced_differences(group)]
+        return [*found, *synced_differences(self.plain.originals, self.plain.module, group, self.tolerance)]
 
     def averaged(self, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
         """The gradients so far, averaged over the ranks that read different samples, and given to hooks. A collective.

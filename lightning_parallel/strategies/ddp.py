@@ -17,7 +17,7 @@ from lightning_parallel.checkpoint.full_state import whole
 from lightning_parallel.module.snapshot import Snapshot
 from lightning_parallel.parallelize import transform_layers
 from lightning_parallel.policies import LayerPolicies, Policies
-from lightning_parallel.steps import StepHooks
+from lightning_parallel.step_hooks import StepHooks
 from lightning_parallel.strategies.ddp_steps import DDPSteps
 from lightning_parallel.strategies.launchers import RankOptions
 from lightning_parallel.strategies.optimizers import adopt_optimizers

@@ -17,7 +17,7 @@ from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.mesh import build_host_group
-from lightning_parallel.steps import StepHooks
+from lightning_parallel.step_hooks import StepHooks
 from lightning_parallel.techniques.accumulation import AccumulationWindow
 from lightning_parallel.techniques.replicate import reduce_gradients
 from lightning_parallel.techniques.unused_replicas import UnusedLook

@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parallel.module.differences import value_difference
+from lightning_parallel.strategies.compared_metrics import synced_differences
 from lightning_parallel.strategies.compared_strategy import of_all_ranks
 from lightning_parallel.strategies.compared_window import ComparedWindow, number_in_words, whole_gradient
 from lightning_parallel.strategies.plain_step import StepValues
@@ -97,7 +98,7 @@ class ManualWindow(ComparedWindow):
         if self._noted is not None and self._is_one_sum:
             self.num_gradients = len(expected)
             found += self.gradient_differences(self._noted.__getitem__, expected)
-        return [*found, *self.synced_differences(group)]
+        return [*found, *synced_differences(self.plain.originals, self.plain.module, group, self.tolerance)]
 
     @property
     @override

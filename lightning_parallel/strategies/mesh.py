@@ -18,7 +18,7 @@ from lightning_parallel.dtypes import DtypePolicy, precision_violations
 from lightning_parallel.parallelize import left_over_violations, parallelized
 from lightning_parallel.policies import LayerPolicies, Policies
 from lightning_parallel.ranks.degrees import Degrees
-from lightning_parallel.steps import StepHooks
+from lightning_parallel.step_hooks import StepHooks
 from lightning_parallel.strategies.first_calls import TRAINING
 from lightning_parallel.strategies.host_init import tensors_on_host
 from lightning_parallel.strategies.launchers import RankOptions

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_parallel.plan import Plan, build_plan, module_key
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
-from lightning_parallel.steps import StepHooks
+from lightning_parallel.step_hooks import StepHooks
 from lightning_parallel.strategies.closures import closure_of_update
 from lightning_parallel.strategies.first_step import FirstStep
 from lightning_parallel.strategies.optimizers import tell_missing_states
@@ -142,7 +142,7 @@ class PlannedStrategy(SignalledStrategy):
         self.steps.state_was_loaded()
 
     @override
-    def _place_in_step(self) -> str:
+    def place_in_step(self) -> str:
         return self.steps.place
 
     def before_step(self, name: str, args: Sequence[Any]) -> None:

@@ -37,7 +37,7 @@ class SignalledStrategy(SavingStrategy):
             self._stops = StopAgreement(self._failures.key, *ranks, store, lambda: self._failures.has_heard)
             self._stopping = trainer
             if store is not None:
-                self._exception_saves = ExceptionSaves(trainer, self._failures.key, *ranks, store, self._place_in_step)
+                self._exception_saves = ExceptionSaves(trainer, self._failures.key, *ranks, store, self.place_in_step)
         signals = RunSignals(trainer, self._stops if is_fitting else None)
         _lightning.signals.set_connector(trainer, signals)
         if is_fitting:
@@ -53,7 +53,7 @@ class SignalledStrategy(SavingStrategy):
         if self._stopping is not None:
             save_last(self._stopping)
 
-    def _place_in_step(self) -> str:
+    def place_in_step(self) -> str:
         """Where in a step this rank is: ranks whose collectives so far are the same return the same."""
         return ""
 
