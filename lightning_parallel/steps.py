@@ -24,6 +24,7 @@ from lightning_parallel.step_hooks import StepHooks
 from lightning_parallel.techniques.accumulation import GradientReduction, ZeroGrad
 from lightning_parallel.techniques.buffer_sync import BufferSync
 from lightning_parallel.techniques.local_update import LocalUpdate, is_elementwise
+from lightning_parallel.techniques.lost_writes import LostWrites
 from lightning_parallel.techniques.pipeline.gradients import sum_shared_gradients
 from lightning_parallel.techniques.pipeline.step_losses import MicrobatchWeights
 from lightning_parallel.techniques.replicate import reduce_gradients
@@ -72,6 +73,7 @@ class Steps(StepHooks):
         has_zeros = stage.size() > 1 or policies.sharding_dtypes.reduce is not None
         # The zeros of parameters that no rank used are removed after backward. An update in backward comes before that.
         self.order = UnitOrder(dict(zip(parallelized.sharding.units, units, strict=True)), stage)
+        self._writes = LostWrites(module, units, stage)
         watched = units if has_zeros and not policies.optimizer_in_backward else []
         self._unused = UnusedParameters(watched, stage, self.order)
         self._reduction = GradientReduction(
@@ -168,6 +170,7 @@ class Steps(StepHooks):
     def before_backward(self, loss: Tensor) -> None:
         """Let whole parameters be averaged when backward through `loss` ends, once a window."""
         self._check_sequences()  # under manual optimization, `after_forward` comes only when the step has ended
+        self._writes.look()
         self._unused.watch()
         if self._reduction.is_first:
             # Zeros of `zero_grad(set_to_none=False)` stay gradients, as in one process. In later microsteps, zeros may
