@@ -15,7 +15,7 @@ from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.differences import first_of
 
 ALWAYS = 4
-"""Looks before the first backwards, one after the other: a teacher that begins as its student is equal to it at first."""
+"""Looks one after the other, before there are fewer: a teacher that begins as its student is equal to it at first."""
 
 
 class LostWrites:
