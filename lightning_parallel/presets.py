@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
@@ -15,6 +16,9 @@ from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.ddp import DDPStrategy
 from lightning_parallel.strategies.mesh import MeshStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
 
 
 @dataclass(frozen=True)
@@ -126,13 +130,9 @@ def register() -> None:
 
 def _parse_options(name: str, text: str) -> dict[str, Any]:
     """Options by the types in the class's signature; all that is wrong with them at once."""
-    # Imported here: a Trainer that is given a bare name does not need it.
-    from jsonargparse import ArgumentParser
-
     if not text.strip():
-        return {}  # reading all signatures takes longer than building the strategy
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(PRESETS[name].build)
+        return {}
+    parser = _parser(PRESETS[name].build)
     instantiate = getattr(parser, "instantiate", parser.instantiate_classes)  # renamed in jsonargparse 4.5x
     possible = PRESETS[name].options
     values: dict[str, Any] = {}
@@ -162,6 +162,17 @@ def _parse_options(name: str, text: str) -> dict[str, Any]:
     if violations:
         raise ConfigurationError(violations)
     return values
+
+
+@functools.cache
+def _parser(build: Callable[..., Strategy]) -> ArgumentParser:
+    """Reads options by the signature of `build`; cached, since making it takes longer than building the strategy."""
+    # Imported here: a Trainer that is given a bare name does not need it.
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(build)
+    return parser
 
 
 def _own_reasons(error: BaseException | None) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,6 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not needs_ranks(item) and item.get_closest_marker("slow") is None:
             item.add_marker("fast")
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: Lightning collects garbage at the end of each fit, which went through all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def needs_ranks(item: pytest.Item) -> bool:
