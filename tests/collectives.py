@@ -16,6 +16,8 @@ from tests.data import loader
 from tests.models.cases import CASES
 from tests.parity import make_trainer
 
+EARLIER = 4
+"""Windows before the one in which is counted."""
 _KINDS = {"allgather": "gather", "all_gather": "gather", "allreduce": "all_reduce"}
 
 
@@ -53,20 +55,24 @@ class Counts:
 
 
 def collectives_of_a_window(strategy: Any, accumulate: int = 1, case: str = "byte_gpt", **kwargs: Any) -> Counts:
-    """What one rank sends in the second window: from the start of its first microstep to its update."""
+    """What one rank sends in a window: from the start of its first microstep to its update.
+
+    It is the window after `EARLIER`: in the first backwards, and in those whose number is a power of two, the package
+    also looks for what is rare.
+    """
     mode = Collectives()
 
     class Module(CASES[case]):  # type: ignore[misc]
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx == accumulate:
+            if batch_idx == EARLIER * accumulate:
                 mode.__enter__()
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
-            if self.trainer.global_step == 1:
+            if self.trainer.global_step == EARLIER:
                 mode.__exit__(None, None, None)
 
     size = dist.get_world_size()
     built = build_strategy(strategy) if isinstance(strategy, str) else strategy
     trainer = make_trainer(built, size, accumulate_grad_batches=accumulate, **kwargs)
-    trainer.fit(Module(), loader(size, 2 * accumulate + 1, case))
+    trainer.fit(Module(), loader(size, (EARLIER + 1) * accumulate + 1, case))
     return Counts(dict(mode.counts))

@@ -13,12 +13,13 @@ import torch
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from tests.parity import PARITY
-from tests.quiet import KNOWN
+from tests.quiet import KNOWN, look_for_plugins_once
 from tests.rank_pool import RankPool, start_servers
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    look_for_plugins_once()
     for message in KNOWN:
         config.addinivalue_line("filterwarnings", f"ignore:{message}")
 
@@ -72,8 +73,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
     pools: dict[int, RankPool] = {}
 
     def pool_of(size: int) -> RankPool:
-        if size in pools and pools[size].is_crowded:
-            pools.pop(size).close()
+        for other in [other for other, pool in pools.items() if pool.is_crowded or (other != size and pool.is_idle)]:
+            pools.pop(other).close()
         if size not in pools or not pools[size].is_alive:
             pools[size] = RankPool(size, tmp_path_factory.mktemp(f"ranks{size}"))
         return pools[size]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
+
+from lightning.fabric.utilities import registry
 
 KNOWN = (
     r"(?s).*(JsonargparseDeprecationWarning|was deprecated in v4\.)",
@@ -38,6 +41,11 @@ KNOWN = (
     r".*You're resuming from a checkpoint that ended before the epoch ended.*",
     r".*Found .* module\(s\) in eval mode at the start of training.*",
 )
+
+
+def look_for_plugins_once() -> None:
+    """Each Trainer looks through all that is installed for callbacks of other packages: here, the first one does."""
+    registry.entry_points = functools.cache(registry.entry_points)
 
 
 def silence() -> None:

@@ -29,9 +29,11 @@ STARTING = 300.0
 """Seconds within which ranks have to be there: the first ones wait for the servers, which import torch meanwhile."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """What servers and ranks have in their environment. A server with threads could not be forked."""
-MANY_THREADS = 60
+MANY_THREADS = 40
 """Threads of a rank from which on it is better to start again: each gloo group looks for work 100 times a second, and a
 session makes groups of all shapes."""
+IDLE = 20.0
+"""Seconds without a job from which on it is better to start again, for the same reason."""
 WRITING = 5.0
 """Seconds that a rank has for writing down where it stands, and others for noticing that one has died."""
 
@@ -89,6 +91,7 @@ class RankPool:
             RankError: With the stack of each rank that died or was not done in time, and the traceback of each that
                 raised: in this order, since ranks also raise when another one is gone.
         """
+        self._last = time.monotonic()
         job = pickle.dumps((function, args, kwargs, deadline))
         for connection in self._connections:
             connection.send_bytes(job)
@@ -125,6 +128,11 @@ class RankPool:
         """Whether the groups of earlier jobs take much of the machine's time."""
         tasks = Path(f"/proc/{self._processes[0].pid}/task")
         return tasks.exists() and len(list(tasks.iterdir())) > MANY_THREADS
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job has come for a while."""
+        return time.monotonic() - self._last > IDLE
 
     def close(self) -> None:
         """End the ranks."""
@@ -166,7 +174,7 @@ def _serve(rank: int, size: int, port: int, connection: Connection, folder: str)
     import torch
     from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
-    from tests.quiet import silence
+    from tests.quiet import look_for_plugins_once, silence
 
     def teardown(self: _SignalConnector) -> None:
         """Put the handlers of signals back to what Python knows of, which is not what writes stacks."""
@@ -179,6 +187,7 @@ def _serve(rank: int, size: int, port: int, connection: Connection, folder: str)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
     silence()
+    look_for_plugins_once()
     while True:
         try:
             function, args, kwargs, deadline = pickle.loads(connection.recv_bytes())

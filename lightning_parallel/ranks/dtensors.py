@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lightning_parallel.ranks.collectives import gathered, padded
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -26,6 +29,8 @@ def whole_on_host(tensor: Tensor) -> Tensor:
 def whole_on_device(tensor: Tensor) -> Tensor:
     """The whole of `tensor` where its process group moves memory, on every rank. A collective for a DTensor."""
     if isinstance(tensor, DTensor):
+        if (whole := _gathered_over_one_axis(tensor)) is not None:
+            return whole
         # Offloaded shards lie in host memory, while their process group moves device memory.
         on_device: Any = tensor.to(tensor.device_mesh.device_type)
         placements = list(tensor.placements)
@@ -36,6 +41,24 @@ def whole_on_device(tensor: Tensor) -> Tensor:
             on_device = on_device.redistribute(placements=placements)
         tensor = on_device.to_local()
     return tensor
+
+
+@torch.no_grad()
+def _gathered_over_one_axis(tensor: DTensor) -> Tensor | None:
+    """`whole_on_device` for shards of one axis, in one collective; ``None`` for any other placements.
+
+    A DTensor that is redistributed gives the same, and takes several times as long on the host: at the end of a fit,
+    that is for each parameter and each of its moments.
+    """
+    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    local = tensor.to_local().detach()
+    if len(axes) != 1 or type(tensor.placements[axes[0]]) is not Shard or type(local) is not Tensor:
+        return None
+    (axis,), mesh = axes, tensor.device_mesh
+    placement: Any = tensor.placements[axis]
+    length, group = tensor.shape[placement.dim], mesh.get_group(axis)
+    part = padded(local.to(mesh.device_type), placement.dim, -(-length // group.size()))
+    return gathered(part, placement.dim, length, group)
 
 
 def sharded_like(value: Tensor, target: DTensor, placements: Any = None) -> Tensor:

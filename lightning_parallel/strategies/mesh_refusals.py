@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_parallel import _lightning
+from lightning_parallel import _lightning, _torch
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.plan import Plan
 from lightning_parallel.policies import Policies
@@ -33,6 +33,10 @@ _AVERAGING = tuple(
     if hasattr(callbacks, name)  # the second since Lightning 2.6
 )
 _POST_ACCUMULATE = "_post_accumulate_grad_hooks"
+_OWN_TABLES = frozenset({"_parameters", "_buffers", "_modules", *_torch.modules.HOOK_TABLES})
+"""Attributes of every module, which keep no parameters but its own."""
+_NO_CONTAINERS = (torch.Tensor, int, float, str, type(None))
+"""Kinds of attributes in which nothing is kept; a module has dozens of them."""
 
 
 def mesh_violations(
@@ -258,7 +262,7 @@ def _kept_elsewhere(module: nn.Module) -> list[str]:
         for path, child in module.named_modules()
         if not isinstance(child, nn.RNNBase)
         for name, value in vars(child).items()
-        if name not in ("_parameters", "_buffers", "_modules") and not isinstance(value, nn.Parameter)
+        if name not in _OWN_TABLES and not isinstance(value, _NO_CONTAINERS)
         if any(isinstance(item, nn.Parameter) and item in parameters for item in tree_leaves(value))
     ]
 

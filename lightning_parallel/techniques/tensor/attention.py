@@ -42,7 +42,10 @@ class HeadSplit(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given: Any = (*args, *kwargs.values())
+        if any(isinstance(value, tuple | list | dict) for value in given):  # looking into each takes longer
+            given = tree_leaves(given)
+        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
         has_parts = any(isinstance(tensor, DTensor) for tensor in tensors)
         if func is _attention and has_parts:
             return self._attend(*args, **kwargs)
