@@ -49,6 +49,8 @@ class PlainCopy:
         memo: dict[int, Any] = {id(each): each for each in shared}
         for tensor in (*module.parameters(), *module.buffers()):
             memo[id(tensor)] = _without_memory(tensor, device)
+        for tensor in _computed_attributes(module):
+            memo[id(tensor)] = tensor.detach().to(device, copy=True)
         # deepcopy keeps what it has copied alive in the memo, under this key.
         memo[id(memo)] = []
         try:
@@ -202,6 +204,12 @@ def _submodule(module: nn.Module, path: str) -> nn.Module | None:
         return module.get_submodule(path)
     except AttributeError:
         return None
+
+
+def _computed_attributes(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors that a step or a hook has computed from parameters, as torch's pruning does: deepcopy refuses them."""
+    for child in module.modules():
+        yield from (value for value in vars(child).values() if isinstance(value, Tensor) and not value.is_leaf)
 
 
 def _without_memory(tensor: Tensor, device: torch.device) -> Tensor:

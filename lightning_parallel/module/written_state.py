@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.module.held_objects import stateful_objects
-from lightning_parallel.module.placeholders import placeholders_in
+from lightning_parallel.module.placeholders import placeholder_like, placeholders_in
 
 _VALUES = (bool, int, float, str, type(None))
 _LISTS = (list, dict, set)
@@ -31,8 +32,7 @@ class News(NamedTuple):
 class WrittenState:
     """Notes what modules, and objects of the user's that they hold, have in attributes, to say later what has changed.
 
-    A tensor of several elements that replaces another one is no such state: it is that of the last call, however many
-    there were before.
+    A tensor that replaces another one counts, too: it may be of the last call only, or what the next step begins with.
 
     Args:
         modules: Path -> module.
@@ -56,19 +56,33 @@ class WrittenState:
         now = dict(self._values())
         return [name for name in self._before if name in now and self._is_changed(name, now[name])]
 
+    def new_tensors(self) -> dict[str, Tensor]:
+        """Attributes that were not there before and hold tensors now: caches, or what the next step begins with."""
+        now = self._values()
+        return {name: value for name, value in now if name not in self._before and isinstance(value, Tensor)}
+
+    def of_samples(self, count: int) -> list[str]:
+        """Names of attributes, other than buffers, that were tensors with a row for each of `count` samples."""
+        return [
+            name
+            for name, value in self._before.items()
+            if name not in self._buffers() and isinstance(value, Tensor) and value.shape[:1] == (count,)
+        ]
+
     def news(self) -> dict[str, News]:
         """Contents of attributes that have changed, for `follow` of the same modules elsewhere; without buffers.
 
-        Only numbers, text and tensors, alone or in containers; tensors in host memory. What is too large for the state
-        of a step is left out.
+        Only numbers, text and tensors, alone or in containers; tensors in host memory. Of tensors that are too large
+        for the state of a step, only the shape: what others then hold refuses to be read.
         """
-        modules = [(path, holder) for path, holder in self._holders.items() if isinstance(holder, nn.Module)]
-        buffers = {_joined(path, name) for path, module in modules for name in module._buffers}
-        now = dict(self._values())
+        now, buffers = dict(self._values()), self._buffers()
         found = {}
-        for name in self.changed():
+        for name in (*self.changed(), *self.new_tensors()):
             if name not in buffers:
                 value = now[name]
+                if isinstance(value, Tensor) and value.numel() > _MOST:
+                    found[name] = News(torch.empty_like(value, device="meta"))
+                    continue
                 begin = self._begin_of_new(name, value) if isinstance(value, list) else 0
                 value = value[begin:] if begin else value
                 if _is_plain(value):
@@ -83,7 +97,7 @@ class WrittenState:
             device: Where tensors are wanted.
         """
         for name, (value, begin) in news.items():
-            value = tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+            value = tree_map_only(Tensor, functools.partial(_received, name, device), value)
             path, _, attribute = name.rpartition(".")
             own = vars(self._holders[path]).get(attribute)
             if isinstance(own, list) and isinstance(value, list):
@@ -95,9 +109,8 @@ class WrittenState:
                 setattr(self._holders[path], attribute, value)
 
     def _is_changed(self, name: str, value: Any) -> bool:
-        before = self._before[name]
-        if isinstance(value, Tensor) and value is not before:
-            return value.numel() == 1
+        if isinstance(value, Tensor) and value is not self._before[name]:
+            return True
         return not _is_same(_mark(value), self._marks[name])
 
     def _begin_of_new(self, name: str, value: list[Any]) -> int:
@@ -105,6 +118,10 @@ class WrittenState:
         mark = self._marks[name]
         before = mark if isinstance(mark, list) else value[:mark] if isinstance(mark, int) else []
         return len(before) if _is_same(_mark(value[: len(before)]), mark) else 0
+
+    def _buffers(self) -> set[str]:
+        modules = [(path, holder) for path, holder in self._holders.items() if isinstance(holder, nn.Module)]
+        return {_joined(path, name) for path, module in modules for name in module._buffers}
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         for path, holder in self._holders.items():
@@ -117,6 +134,10 @@ class WrittenState:
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def _received(name: str, device: torch.device, tensor: Tensor) -> Tensor:
+    return placeholder_like(tensor, name) if tensor.is_meta else tensor.to(device)
 
 
 def _is_plain(value: Any) -> bool:

@@ -308,13 +308,9 @@ def gathered(part: Tensor, dim: int, length: int, group: ProcessGroup) -> Tensor
         length: Number of entries without padding.
         group: The ranks.
     """
-    if dim == 0:  # the parts lie one behind the other already
-        whole = part.new_empty((part.shape[0] * group.size(), *part.shape[1:]))
-        dist.all_gather(list(whole.view(group.size(), *part.shape)), part.contiguous(), group=group)
-    else:
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        whole = torch.cat(parts, dim)
+    parts = part.new_empty((group.size(), *part.shape))
+    dist.all_gather(list(parts), part.contiguous(), group=group)
+    whole = parts.flatten(0, 1) if dim == 0 else torch.cat(list(parts), dim)
     return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length).contiguous()
 
 

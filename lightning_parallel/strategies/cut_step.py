@@ -16,6 +16,7 @@ from torchmetrics import Metric
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import check
+from lightning_parallel.module.differences import first_of
 from lightning_parallel.module.held_modules import held_modules
 from lightning_parallel.module.held_objects import HeldObjects
 from lightning_parallel.module.object_state import ObjectState
@@ -115,7 +116,7 @@ class CutStep:
                 return self.run_stack(part, own, batch.args)
             if stage != self._last:
                 # Every stage begins with the step, and what it logs and counts before the stack; the last one ends it.
-                with metrics.dropped(), self._once(batch):
+                with metrics.dropped(), self._once(batch), _noting_samples(batch, state):
                     return self.run_stage(part, own, batch.args)
             with counted(own, microbatch):
                 output = self._run_part(part, own_seed, logs.of(microbatch), own, batch.args)
@@ -252,6 +253,22 @@ class CutStep:
         if outputs:
             return own
         return tree_map_only(Tensor, lambda value: value.to(self._device), output)
+
+
+@contextlib.contextmanager
+def _noting_samples(batch: CutBatch, state: WrittenState | None) -> Iterator[None]:
+    """Say of an error that a step before may be its cause, which has kept something of more samples."""
+    try:
+        yield
+    except RuntimeError as error:
+        num_samples = batch.part_size * len(batch.parts)
+        if state is not None and (kept := state.of_samples(num_samples)):
+            error.add_note(
+                f"Up to the last layer, a pipeline runs the step on {batch.part_size} samples at a time, while "
+                f"{first_of(kept)} of an earlier step has those of all {num_samples}. Put it into the batch, use it "
+                "behind the layers, or give pipeline=1"
+            )
+        raise
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.mesh import build_host_group
 from lightning_parallel.step_hooks import StepHooks
 from lightning_parallel.techniques.accumulation import AccumulationWindow
+from lightning_parallel.techniques.replica_writes import ReplicaWrites
 from lightning_parallel.techniques.replicate import reduce_gradients
 from lightning_parallel.techniques.unused_replicas import UnusedLook
 
@@ -55,6 +56,7 @@ class DDPSteps(StepHooks):
         self._module, self._wrap, self._set_model, self._tell = module, wrap, set_model, tell
         self._finds, self._is_auto = bool(find_unused), find_unused is None
         self._window = AccumulationWindow()
+        self._writes = ReplicaWrites(module)
         self._has_own_forward = "forward" in vars(module)
         self._own_backward = vars(module).get("backward")
         self._wrap_again()
@@ -87,6 +89,11 @@ class DDPSteps(StepHooks):
             # would not reduce gradients held for parameters that are frozen now, so they are reduced before.
             self.before_update()
             self._wrap_again()
+        self._writes.note()
+
+    @override
+    def after_forward(self) -> None:
+        self._writes.check()
 
     @override
     @contextlib.contextmanager

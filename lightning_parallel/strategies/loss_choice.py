@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.module.differences import first_of, value_difference
+from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.ranks.random_streams import unchanged_generators
 from lightning_parallel.steps import PipelinedSteps
 from lightning_parallel.strategies.cut_step import CutBatch, CutStep, foreign_violations
@@ -207,6 +208,7 @@ class _Rest:
         self._module, self._step, self._batch, self._weights, self._has_loss = module, step, batch, weights, has_loss
         self._ignored: set[int] = set()
         self._written: list[str] = []
+        self._new: dict[str, Tensor] = {}
         self._logged_otherwise: Trial | None = None
 
     def compared(self, passed: list[Passed]) -> Trial:
@@ -258,12 +260,24 @@ class _Rest:
         metrics = StepMetrics(self._module)
         joined, state = self._step.joined(passed), self._step.state_outside_of_layers()
         counting = contextlib.nullcontext(lambda: 1.0) if self._weights is None else self._weights.counting(batch)
-        with counting as count, _Tried(self._ignored):
+        # Each run begins with what the step before has left, and not with what another run has.
+        with unchanged(self._module), counting as count, _Tried(self._ignored):
             output = self._step.run_rest(joined, self._batch.seed, logs.of(number), batch, self._batch.args)
             weight = float(count()) if self._has_loss else 1.0
-        self._written = self._written or state.changed()
+            self._written = self._written or state.changed() or self._differing(state.new_tensors())
         check(foreign_violations(output, logs, metrics, joins=True))
         return float(loss_in(output)) if self._has_loss else 0.0, weight
+
+    def _differing(self, new: dict[str, Tensor]) -> list[str]:
+        """Names of new attributes that are not what another run has left there, as a mask that is cached would be."""
+        known = {name: self._new.setdefault(name, tensor) for name, tensor in new.items()}
+        return [name for name, tensor in new.items() if not _is_equal(known[name], tensor)]
+
+
+def _is_equal(first: Tensor, second: Tensor) -> bool:
+    if is_placeholder(first) or is_placeholder(second):
+        return False
+    return first.shape == second.shape and torch.equal(first, second)
 
 
 def _logged_otherwise(together: StepLogs, apart: StepLogs, tolerance: float) -> Trial | None:

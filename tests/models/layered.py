@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
-from tests.models.cases import LENGTH, VOCABULARY, Case, next_token_loss
+from tests.models.cases import LENGTH, VOCABULARY, ByteGPT, Case, next_token_loss
 
 
 class Encoder(Case):
@@ -96,6 +97,15 @@ class Hard(Case):
         for block in self.blocks:
             x = block(x)
         return next_token_loss(self.head(x), tokens)
+
+
+class Pruned(ByteGPT):
+    """Maps whose weights hooks compute from parameters before each call, as an attribute that cannot be copied."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        for block in self.model.blocks:
+            prune.l1_unstructured(block.mlp[2], "weight", 0.3)
 
 
 class Scaled(nn.Linear):

@@ -100,6 +100,55 @@ class WithCenter(ByteGPT):
         return next_token_loss(logits - self.center, tokens)
 
 
+class CarriesStates(ByteGPT):
+    """Begins each step with what the one before has ended with, under a name that is new in the first step."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        model = self.model
+        x = model.tokens(tokens) + model.positions(torch.arange(tokens.shape[1]))
+        if hasattr(self, "states"):
+            x = x + 0.3 * self.states
+        for block in model.blocks:
+            x = block(x)
+        self.states = self.kept(x.detach())
+        return next_token_loss(model.head(model.norm(x)), tokens)
+
+    def kept(self, states: Tensor) -> Tensor:
+        """`[1, length, width]` of hidden states `[batch, length, width]`."""
+        return states.mean(0, keepdim=True)
+
+
+class CarriesSamples(CarriesStates):
+    """The same, sample by sample."""
+
+    def kept(self, states: Tensor) -> Tensor:
+        """All of them."""
+        return states
+
+
+class ComparesWithLast(ByteGPT):
+    """Keeps the logits of the last step, for a penalty behind the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        logits = self(tokens)
+        change = 0.0 if self.last is None else (logits - self.last).square().mean()
+        self.last = logits.detach()
+        return next_token_loss(logits, tokens) + 0.1 * change
+
+
+class CachesMask(ByteGPT):
+    """Makes a table in its first step, and keeps it."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        if not hasattr(self, "weights"):
+            self.weights = torch.linspace(0.5, 1.5, VOCABULARY)
+        return next_token_loss(self(tokens) * self.weights, tokens)
+
+
 class Meter:
     """A mean, as many examples have it."""
 
@@ -160,4 +209,7 @@ KEEPING: dict[str, type[nn.Module]] = {
     "losses": RemembersLosses,
     "calls": GrowsWarmer,
     "center": WithCenter,
+    "states": CarriesStates,
+    "last": ComparesWithLast,
+    "mask": CachesMask,
 }

@@ -38,8 +38,12 @@ def test_what_is_written_is_named() -> None:
     holder.recent[:] = [2.0, 3.0]
     holder.meter.sum += 1.0
     holder.cached = torch.ones(3)
-    holder.last = torch.ones(3)  # that of the last call, and no sum of all
-    assert sorted(state.changed()) == ["_own", "count", "mean", "meter.sum", "outputs", "recent", "table", "total"]
+    holder.last = torch.ones(3)  # the next step may begin with it
+    holder.new = torch.ones(3)
+    changed = ["_own", "cached", "count", "last", "mean", "meter.sum", "outputs", "recent", "table", "total"]
+    assert sorted(state.changed()) == changed
+    assert list(state.new_tensors()) == ["new"]
+    assert state.of_samples(3) == ["last", "inner.last"]  # without buffers, which are sent by themselves
 
 
 def test_others_follow() -> None:

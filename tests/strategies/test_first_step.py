@@ -70,6 +70,14 @@ def test_equal_under_every_name(ranks: Any, case: str, name: str) -> None:
     assert worst(outcome, once(train_module, MODULES[case], batches(case, 1), "auto", 1)) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom", "tp_custom", "pp_custom"])
+def test_attributes_that_hooks_compute(ranks: Any, name: str) -> None:
+    """A weight that is pruned has a graph, and such tensors cannot be copied."""
+    outcome, lines = run(ranks, MODULES["pruned"], "byte_gpt", name)
+    assert lines[0].startswith("first step equals one process")
+    assert worst(outcome, once(train_module, MODULES["pruned"], batches("byte_gpt", 1), "auto", 1)) < TOLERANCE
+
+
 @pytest.mark.parametrize(
     "strategy",
     ["fsdp_custom:accumulation_sync=last", "fsdp_custom:accumulation_sync=every", "ddp_custom", "pp_custom"],

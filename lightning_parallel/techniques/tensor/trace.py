@@ -277,7 +277,10 @@ def _without_memory(layer: nn.Module, device: torch.device) -> nn.Module:
     Tensors are expanded from a single element. Parameters require gradients so that autograd records the data flow.
     """
     memo: dict[int, Any] = {}
-    for tensor in (*layer.parameters(), *layer.buffers()):
+    # Also what hooks compute from parameters before each call, as torch's pruning and its old weight_norm do: such
+    # tensors cannot be copied.
+    attributes = [value for child in layer.modules() for value in vars(child).values() if isinstance(value, Tensor)]
+    for tensor in (*layer.parameters(), *layer.buffers(), *(each for each in attributes if not each.is_leaf)):
         placeholder = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
         memo[id(tensor)] = (
             nn.Parameter(placeholder, placeholder.is_floating_point())

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
 
 from lightning_parallel import full_state_dict
+from lightning_parallel.module import written_state
+from lightning_parallel.strategies import loss_choice
 from tests.data import batches, loader
-from tests.models.stateful import KEEPING, CollectsOutputs, CountsSteps
+from tests.models.stateful import KEEPING, CachesMask, CarriesSamples, CollectsOutputs, ComparesWithLast, CountsSteps
 from tests.parity import TOLERANCE, Outcome, once, train_module, trainer_for, worst
+from tests.rank_pool import RankError
 
 NAMES = [("pp_custom", 2), ("fsdp_custom:pipeline=2", 2), ("pp_custom:schedule=gpipe,microbatches=2", 2)]
 
@@ -50,3 +54,42 @@ def numbers_of_steps(strategy: str, num_ranks: int) -> int:
 
 def test_all_stages_count_alike(ranks: Any) -> None:
     assert ranks(2).run(numbers_of_steps, "pp_custom", 2) == [4, 4]
+
+
+def kept_on_ranks(make: Any) -> tuple[Any, str]:
+    """What a module keeps on this rank, and how its loss was computed."""
+    module, said = make(), []
+    with mock.patch.object(loss_choice, "rank_zero_info", said.append):
+        trainer_for("pp_custom", 2).fit(module, loader(1))
+    kept = getattr(module, "last", None)
+    return None if kept is None else kept.sum().item(), " ".join(said)
+
+
+def test_what_is_kept_is_on_all_ranks(ranks: Any) -> None:
+    (first, said), (last, _) = ranks(2).run(kept_on_ranks, ComparesWithLast)
+    assert first == pytest.approx(last, rel=1e-6)
+    assert "the step changes last, as often as it runs" in said
+
+
+def test_a_cache_is_nothing_that_is_kept(ranks: Any) -> None:
+    """Its loss is computed for each microbatch, with less memory."""
+    assert "runs for each microbatch" in ranks(2).run(kept_on_ranks, CachesMask)[0][1]
+
+
+def test_samples_that_are_kept_do_not_fit_microbatches(ranks: Any) -> None:
+    with pytest.raises(RankError, match="2 samples at a time, while states of an earlier step has those of all 8"):
+        ranks(2).run(kept_on_ranks, CarriesSamples)
+
+
+def large(kept: int) -> str:
+    """How a value answers that is too large to be sent."""
+    module = ComparesWithLast()
+    with mock.patch.object(written_state, "_MOST", kept):
+        trainer_for("pp_custom", 2).fit(module, loader(1))
+    return repr(module.last)
+
+
+def test_what_is_too_large_is_not_whole(ranks: Any) -> None:
+    first, last = ranks(2).run(large, 100)
+    assert first.startswith("Placeholder((8, 16, 32)")
+    assert last.startswith("tensor(")

@@ -1,0 +1,80 @@
+"""What a step writes into parameters of which every rank has a copy: alike on all of them, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_parallel import ConfigurationError
+from tests.data import batches
+from tests.models.cases import VOCABULARY, ByteGPT
+from tests.parity import TOLERANCE, once, train_module, worst
+
+NAMES = ("ddp_custom", "zero1_custom")
+
+
+class Shortened(ByteGPT):
+    """Rows of the table that a step uses are shortened in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.tokens = nn.Embedding(VOCABULARY, 16, max_norm=0.5)
+
+
+class MeanOfSamples(ByteGPT):
+    """A running mean, kept in a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(16), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.mean.lerp_(self.model.tokens(batch[0]).detach().mean((0, 1)), 0.5)
+        return super().training_step(batch, batch_idx)
+
+
+class Clipped(ByteGPT):
+    """Every rank clips its weights in the same way."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.3, 0.3)
+        return super().training_step(batch, batch_idx)
+
+
+def fit(make: Any, strategy: str, num_ranks: int) -> Any:
+    return train_module(make, batches("byte_gpt", num_ranks), strategy, num_ranks)
+
+
+def refused(make: Any, strategy: str) -> str:
+    """The refusal, on this rank."""
+    with pytest.raises(ConfigurationError) as caught:
+        fit(make, strategy, 2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shortened_rows_are_refused(ranks: Any, name: str) -> None:
+    for words in ranks(2).run(refused, Shortened, name):
+        assert "the step writes into model.tokens.weight, on each rank what its own samples give" in words
+        assert "max_norm of nn.Embedding does so" in words
+
+
+def test_means_of_samples_are_refused(ranks: Any) -> None:
+    words = ranks(2).run(refused, MeanOfSamples, "ddp_custom")[1]
+    assert "the step writes into mean, on each rank" in words
+    assert "Keep it in a buffer" in words
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_all_ranks_write_alike_is_right(ranks: Any, name: str) -> None:
+    assert worst(ranks(2).run(fit, Clipped, name, 2)[0], once(fit, Clipped, "auto", 1)) < TOLERANCE
+
+
+@pytest.mark.parametrize("make", [Shortened, MeanOfSamples])
+def test_one_rank_writes_what_it_likes(make: Any) -> None:
+    assert worst(fit(make, "ddp_custom", 1), once(fit, make, "auto", 1)) < TOLERANCE
