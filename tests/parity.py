@@ -82,7 +82,7 @@ def trainer_for(strategy: str, num_ranks: int, **kwargs: Any) -> L.Trainer:
 
     The test that trains it compares it, so its first step is compared only if `strategy` says so.
     """
-    return make_trainer("auto" if strategy == "auto" else _unchecked(strategy), num_ranks, **kwargs)
+    return make_trainer("auto" if strategy == "auto" else unchecked_strategy(strategy), num_ranks, **kwargs)
 
 
 def checked(strategy: str) -> str:
@@ -90,7 +90,8 @@ def checked(strategy: str) -> str:
     return _with_option(strategy, "check=first_step")
 
 
-def _unchecked(strategy: str) -> Strategy:
+def unchecked_strategy(strategy: str) -> Strategy:
+    """The strategy of that name and its options, without a comparison of its first step unless they say so."""
     if strategy in PRESETS:  # without options to read, which takes longer than the rest
         preset = PRESETS[strategy]
         return preset.build(**preset.arguments, check="off")

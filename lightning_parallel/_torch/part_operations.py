@@ -68,11 +68,14 @@ def _meet(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Any) -> None:
 def _equal(operation: Any, args: Any, kwargs: Any) -> Any:
     """`torch.equal` of whole values: torch itself asks all ranks of the process, whoever has a part."""
     parts = [value for value in args if isinstance(value, DTensor)]
-    readers = [reader_of(value) for value in parts]
-    if len(parts) != 2 or None in readers or all(map(is_whole, parts)):
+    reader = reader_of(parts[0])
+    if reader is None or (len(parts) == 2 and all(map(is_whole, parts))):
         return as_torch_has_it(operation, args, kwargs)
-    assert readers[0] is not None
-    return torch.equal(readers[0].whole(args[0], "torch.equal"), readers[0].whole(args[1], "torch.equal"))
+    if args[0].shape != args[1].shape:
+        return False  # as for plain tensors, and on all ranks alike
+    # One may be no DTensor: Lightning's fine-tuning callbacks look for a parameter among all that an optimizer has.
+    one, other = (reader.whole(each, "torch.equal") if isinstance(each, DTensor) else each.cpu() for each in args)
+    return torch.equal(one, other)
 
 
 def _gathering(handler: Handler) -> Handler:

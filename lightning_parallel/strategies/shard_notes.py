@@ -7,6 +7,7 @@ from types import FrameType, TracebackType
 from typing import NamedTuple
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_parallel.errors import line_of_error
 from lightning_parallel.module.layer_stacks import owner_of
@@ -35,10 +36,12 @@ def add_shard_notes(exception: BaseException, module: nn.Module, units: Sequence
         module: The sharded module.
         units: Paths of its units; the module itself is none under manual optimization.
     """
-    words = str(exception)
-    if any(each in words for each in _MIXED):
+    words, optimizer = str(exception), _optimizer(exception)
+    if optimizer and any(each in words for each in (*_MIXED, *_NO_RULES)):
+        exception.add_note(_OPTIMIZER.format(optimizer))
+    elif any(each in words for each in _MIXED):
         exception.add_note(f"A sharded parameter met a plain tensor: {_mixed(exception, module, units)}. {_CLIPPING}")
-    if any(each in words for each in _NO_RULES):
+    elif any(each in words for each in _NO_RULES):
         exception.add_note(_NO_RULE)
 
 
@@ -55,6 +58,17 @@ def _mixed(exception: BaseException, module: nn.Module, units: Sequence[str]) ->
     if unit and in_unit[0][:2] != (unit, "forward"):
         return _METHOD.format(in_unit[0], unit)
     return (_ELSEWHERE if "" in units else _ELSEWHERE_MANUAL).format(_place(exception))
+
+
+def _optimizer(exception: BaseException) -> str:
+    """The class and the line of the optimizer that was updating, outside of its closure; "" if there is none."""
+    found = ""
+    for step in _steps(exception):
+        if isinstance(step.tb_frame.f_locals.get("self"), Optimizer):
+            found = f"{type(step.tb_frame.f_locals['self']).__name__} at {{}}"
+        elif _module_of(step.tb_frame).startswith("lightning"):
+            found = ""
+    return found.format(line_of_error(exception) or "its step")
 
 
 def _place(exception: BaseException) -> str:
@@ -114,6 +128,10 @@ _ELSEWHERE_MANUAL = (
     "{0} reads the parameters of a submodule outside of that submodule's forward (a penalty over parameters() "
     "in the loss, a weight used elsewhere). Under manual optimization nothing gathers them around the step: use "
     "zero1_custom, where parameters stay whole"
+)
+_OPTIMIZER = (
+    "{0} computes with whole parameters, as optimizers do that take matrices apart (Shampoo, K-FAC), and these are "
+    "shards. Use zero1_custom, where parameters stay whole, and each rank keeps the state of some of them."
 )
 _CLIPPING = "To clip gradients, give the Trainer gradient_clip_val."
 _NO_RULE = (

@@ -17,7 +17,7 @@ from lightning_parallel import build_strategy, full_state_dict
 from tests.data import GLOBAL_BATCH, data_of
 from tests.models.pipelined import Deep
 from tests.models.tables import PIPELINE_MODULES
-from tests.parity import TOLERANCE, Outcome, Recorder, make_trainer, reference, train, worst
+from tests.parity import TOLERANCE, Outcome, Recorder, make_trainer, reference, train, unchecked_strategy, worst
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -48,14 +48,14 @@ def on_two_machines(case: str) -> tuple[list[int], Outcome]:
     """The ranks of this stack, where the first two ranks are one machine and the others another."""
     rank = dist.get_rank()
     strategies: list[Any] = []
-    build = build_strategy
+    build = unchecked_strategy
 
     def keep(text: str) -> Any:
         strategies.append(build(text))
         return strategies[-1]
 
     places = {"NODE_RANK": str(rank // 2), "LOCAL_RANK": str(rank % 2)}
-    with mock.patch.dict(os.environ, places), mock.patch("tests.parity.build_strategy", keep):
+    with mock.patch.dict(os.environ, places), mock.patch("tests.parity.unchecked_strategy", keep):
         outcome = train(case, "adamw", "pp_custom", 2, 2, num_nodes=2)
     return dist.get_process_group_ranks(strategies[0].mesh.pipeline_group), outcome
 

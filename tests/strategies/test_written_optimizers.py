@@ -1,0 +1,57 @@
+"""Optimizers that people write, and callbacks that look into one: as in one process, or told what to use instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.data import batches
+from tests.models.cases import ByteGPT
+from tests.models.optimizers import Preconditioned, Thaw
+from tests.names import num_readers
+from tests.parity import TOLERANCE, Outcome, once, train_module, worst
+
+
+def preconditioned(strategy: str, num_ranks: int) -> Outcome:
+    return train_module(Preconditioned, batches("byte_gpt", num_readers(strategy, num_ranks)), strategy, num_ranks)
+
+
+@pytest.mark.parametrize("name", ["ddp_custom", "zero1_custom", "pp_custom"])
+def test_whole_matrices(ranks: Any, name: str) -> None:
+    assert worst(ranks(2).run(preconditioned, name, 2)[0], once(preconditioned, "auto", 1)) < TOLERANCE
+
+
+def notes(strategy: str) -> str:
+    """What is said of an error, on this rank."""
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        preconditioned(strategy, 2)
+    return "\n".join(getattr(caught.value, "__notes__", ()))
+
+
+@pytest.mark.parametrize("name", ["fsdp_custom", "tp_custom", "cp_custom"])
+def test_an_optimizer_that_meets_shards_is_told_so(ranks: Any, name: str) -> None:
+    for said in ranks(2).run(notes, name):
+        assert "OneSided at " in said
+        assert "optimizers.py:" in said
+        assert "Use zero1_custom" in said
+        assert "gradient_clip_val" not in said  # it is no loss that reads them
+
+
+def thawing(strategy: str, num_ranks: int) -> Outcome:
+    def make() -> ByteGPT:
+        module = ByteGPT()
+        module.configure_optimizers = lambda: torch.optim.AdamW(  # type: ignore[method-assign]
+            [p for p in module.parameters() if p.requires_grad], 1e-2, eps=1e-4
+        )
+        return module
+
+    loader = batches("byte_gpt", num_readers(strategy, num_ranks), 2)
+    return train_module(make, loader, strategy, num_ranks, watching=[Thaw()], max_epochs=3)
+
+
+@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom", "tp_custom", "cp_custom"])
+def test_layers_that_a_callback_thaws(ranks: Any, name: str) -> None:
+    """Lightning compares each parameter with all of the optimizer's, of which some are whole and some are shards."""
+    assert worst(ranks(2).run(thawing, name, 2)[0], once(thawing, "auto", 1)) < TOLERANCE
