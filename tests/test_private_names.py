@@ -96,7 +96,7 @@ STRINGS = {
     "_torch/attention.py": ("torch.ops.aten",),
     "_torch/autograd.py": ("torch.utils.checkpoint",),
     "_torch/fsdp.py": (f"{FSDP}_fsdp_param.FSDPParam", f"{FSDP}_fsdp_state.FSDPState"),
-    "_torch/modules.py": ("torch.nn.Module",),
+    "_torch/modules.py": ("torch.nn.Module", "torch._dynamo.eval_frame.OptimizedModule"),
     "_lightning/__init__.py": (
         "lightning.pytorch.utilities.combined_loader.CombinedLoader",
         "lightning.pytorch.loggers.TensorBoardLogger",

@@ -52,6 +52,11 @@ def called_method(module: nn.Module) -> str:
     return "forward" if vars(module).get("_compiled_call_impl") is None else "_compiled_call_impl"
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module` comes from `torch.compile`, which names its child `_orig_mod`, since 2.0, or compiles itself."""
+    return "_orig_mod" in dict(module.named_children()) or vars(module).get("_compiled_call_impl") is not None
+
+
 def subclass_like(cls: type[nn.Module], forward: Callable[..., Any] | functools.partialmethod[Any]) -> type[nn.Module]:
     """Make a subclass with another `forward` that otherwise prints and reads like the class itself.
 

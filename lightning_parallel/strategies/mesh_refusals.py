@@ -16,7 +16,7 @@ from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.plan import Plan
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees, reshard_violations
-from lightning_parallel.strategies.pipeline_refusals import pipelined_module_violations
+from lightning_parallel.strategies.pipeline_refusals import compiled_violations, pipelined_module_violations
 from lightning_parallel.strategies.refusals import layer_policy_violations
 from lightning_parallel.techniques.accumulation import accumulation_violations
 from lightning_parallel.techniques.context.attention import ATTENTIONS
@@ -91,6 +91,7 @@ def mesh_module_violations(
         found += plan.violations
         found += unshardable_violations(module) if replaces else []
         found += forward_method_violations(module, policies.forward_methods)
+        found += compiled_violations(module, plan.structure.layers) if cuts else []
     return [*found, *unbuilt_violations(module, policies, replaces=replaces, cuts=cuts, is_fitting=is_fitting)]
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 
+from lightning_parallel import _torch
 from lightning_parallel.parallelize import Parallelized
 from lightning_parallel.techniques.pipeline.placement import Placement
 from lightning_parallel.techniques.pipeline.stage_plan import balanced
@@ -38,6 +41,22 @@ def pipelined_module_violations(module: LightningModule) -> list[str]:
                 "(batch, batch_idx), or give pipeline=1"
             )
     return found
+
+
+def compiled_violations(module: nn.Module, layers: Sequence[str]) -> list[str]:
+    """Reasons that lie in what the user compiles: a pipeline leaves a graph of all layers in the middle.
+
+    Args:
+        module: The user's module.
+        layers: Paths of the layers that are cut into stages.
+    """
+    compiled = [path for path, child in module.named_modules() if path and _torch.modules.is_compiled(child)]
+    around = [path for path in compiled if any(layer.startswith(f"{path}.") for layer in layers)]
+    return [
+        f"{path} is compiled together with the layers in it, and a pipeline runs a part of them on each stage; leave "
+        "torch.compile out, and give compile=layers, which compiles layer by layer"
+        for path in around[:1]
+    ]
 
 
 def misplaced_violations(

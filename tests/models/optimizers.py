@@ -40,7 +40,7 @@ class Preconditioned(ByteGPT):
 
 
 class Thaw(BaseFinetuning):
-    """Trains the layers from the second epoch on: it looks for each of their parameters among those of the optimizer."""
+    """Trains the layers from the second epoch on: each of their parameters is looked for in the optimizer."""
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.model.blocks)

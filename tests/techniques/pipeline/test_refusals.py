@@ -63,6 +63,20 @@ class TakesGradients(Deep):
         return super().loss(tokens) + gradient.mean()
 
 
+class Compiled(Deep):
+    """Compiles the model as a whole, into a module around it."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.model = torch.compile(self.model, backend="eager")  # type: ignore[assignment]
+
+
+class CompiledInPlace(Deep):
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.model.compile(backend="eager")
+
+
 def refusal(kind: str, strategy: str, num_ranks: int, batch: int) -> str:
     modules = {
         "conditioned": Conditioned,
@@ -70,6 +84,8 @@ def refusal(kind: str, strategy: str, num_ranks: int, batch: int) -> str:
         "skips": Skips,
         "gradients": TakesGradients,
         "penalty": Penalty,
+        "compiled": Compiled,
+        "compiled in place": CompiledInPlace,
         **PIPELINE_MODULES,
         **CASES,
     }
@@ -109,6 +125,8 @@ def refusal(kind: str, strategy: str, num_ranks: int, batch: int) -> str:
         ("twice", "pp_custom", 4, ["called model.blocks.0 after model.blocks.3"]),
         ("skips", "pp_custom", 4, ["training_step returns NoneType"]),
         ("gradients", "pp_custom", 4, ["takes gradients by itself (torch.autograd.grad)"]),
+        ("compiled", "pp_custom", 4, ["model is compiled together with the layers in it", "compile=layers"]),
+        ("compiled in place", "pp_custom", 4, ["model is compiled together with the layers in it"]),
         ("penalty", "pp_custom", 4, ["uses model.blocks.0", "outside of the layer that owns it"]),
     ],
 )
