@@ -92,10 +92,6 @@ class DDPSteps(StepHooks):
         self._writes.note()
 
     @override
-    def after_forward(self) -> None:
-        self._writes.check()
-
-    @override
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         if self._policies.accumulation_sync == "every":
@@ -107,6 +103,7 @@ class DDPSteps(StepHooks):
 
     @override
     def before_backward(self, loss: Tensor) -> None:
+        self._writes.check()
         # DDP prepares its reducer at the end of forward, which under manual optimization comes after backward.
         if not self._module.automatic_optimization:
             prepare_for_backward(self._wrapped, loss)

@@ -28,7 +28,7 @@ class ReplicaWrites:
     Example:
         >>> writes = ReplicaWrites(module)
         >>> writes.note()
-        >>> ...  # the step
+        >>> ...  # forward
         >>> writes.check()
     """
 
@@ -45,7 +45,9 @@ class ReplicaWrites:
         self._before = {name: (parameter, parameter._version) for name, parameter in parameters}
 
     def check(self) -> None:
-        """Refuse a step that has made copies differ. Call it after the step; a collective where it looks.
+        """Refuse a step that has made copies differ. Call it before its backward; a collective where it looks.
+
+        A step that optimizes by itself writes into all parameters after its first backward, alike on all ranks.
 
         Raises:
             ConfigurationError: On all ranks, with the names of the parameters.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_parallel import ConfigurationError
+from lightning_parallel.ranks.fingerprints import differing
+from lightning_parallel.techniques import replica_writes
 from tests.data import batches
 from tests.models.cases import VOCABULARY, ByteGPT
 from tests.parity import TOLERANCE, once, train_module, worst
@@ -78,3 +81,37 @@ def test_what_all_ranks_write_alike_is_right(ranks: Any, name: str) -> None:
 @pytest.mark.parametrize("make", [Shortened, MeanOfSamples])
 def test_one_rank_writes_what_it_likes(make: Any) -> None:
     assert worst(fit(make, "ddp_custom", 1), once(fit, make, "auto", 1)) < TOLERANCE
+
+
+class ShortenedByHand(Shortened):
+    """The same under manual optimization, which writes into all parameters when it updates them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(*batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+def compared(make: Any) -> tuple[str, int]:
+    """The refusal, and how many parameters were compared before it."""
+    numbers: list[int] = []
+
+    def spy(found: Any) -> Any:
+        numbers.append(len(found))
+        return differing(found)
+
+    with mock.patch.object(replica_writes, "differing", spy):
+        return refused(make, "ddp_custom"), sum(numbers)
+
+
+def test_updates_within_a_step_are_not_compared(ranks: Any) -> None:
+    for words, number in ranks(2).run(compared, ShortenedByHand):
+        assert "the step writes into model.tokens.weight, on each rank" in words
+        assert number == 1
