@@ -117,7 +117,8 @@ class ReadsItsCache(CachingLlama):
 
     def loss(self, tokens: Tensor) -> Tensor:
         first = self.model(input_ids=tokens[:, :8], labels=tokens[:, :8], use_cache=True)
-        second = self.model(input_ids=tokens[:, 8:], labels=tokens[:, 8:], past_key_values=first.past_key_values)
+        name = "cache" if "cache" in first else "past_key_values"  # until transformers 5.24
+        second = self.model(input_ids=tokens[:, 8:], labels=tokens[:, 8:], **{name: first[name]})
         return first.loss + second.loss
 
 
