@@ -16,7 +16,7 @@ from lightning_parallel.strategies import exception_saves, failures
 from tests.data import loader
 from tests.models.pipelined import DeepTied
 from tests.names import num_readers
-from tests.parity import TOLERANCE, trainer_for
+from tests.parity import TOLERANCE, largest, trainer_for
 from tests.rank_pool import RankError
 
 WHERE = ["hook", "step", "layer"]
@@ -81,7 +81,7 @@ def test_the_run_goes_on_from_what_all_ranks_have_saved(ranks: Any, strategy: st
     assert ranks(2).run(interrupted, strategy, where, folder) == [[], []]
     interrupted("auto", where, alone, size=1)
     found, expected = ranks(2).run(finished, strategy, folder)[0], finished("auto", alone, 1)
-    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= TOLERANCE
+    assert largest((found[name] - expected[name]).abs().max() for name in expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("where", WHERE)
