@@ -49,6 +49,16 @@ class Clipped(ByteGPT):
         return super().training_step(batch, batch_idx)
 
 
+class OnOneRank(ByteGPT):
+    """Rank 0 alone writes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 0:
+            with torch.no_grad():
+                self.model.norm.bias.add_(1)
+        return super().training_step(batch, batch_idx)
+
+
 def fit(make: Any, strategy: str, num_ranks: int) -> Any:
     return train_module(make, batches("byte_gpt", num_ranks), strategy, num_ranks)
 
@@ -71,6 +81,11 @@ def test_means_of_samples_are_refused(ranks: Any) -> None:
     words = ranks(2).run(refused, MeanOfSamples, "ddp_custom")[1]
     assert "the step writes into mean, on each rank" in words
     assert "Keep it in a buffer" in words
+
+
+def test_a_write_of_one_rank_is_refused_on_all(ranks: Any) -> None:
+    for words in ranks(2).run(refused, OnOneRank, "ddp_custom"):
+        assert "the step writes into model.norm.bias" in words
 
 
 @pytest.mark.parametrize("name", NAMES)
