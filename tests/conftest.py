@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
+from tests.compiler import keep_to_graphs
 from tests.parity import PARITY
 from tests.quiet import KNOWN, look_for_plugins_once
 from tests.rank_pool import RankPool, start_servers
@@ -20,6 +21,7 @@ from tests.rank_pool import RankPool, start_servers
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     look_for_plugins_once()
+    keep_to_graphs()
     for message in KNOWN:
         config.addinivalue_line("filterwarnings", f"ignore:{message}")
 

@@ -174,6 +174,7 @@ def _serve(rank: int, size: int, port: int, connection: Connection, folder: str)
     import torch
     from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
+    from tests.compiler import keep_to_graphs
     from tests.quiet import look_for_plugins_once, silence
 
     def teardown(self: _SignalConnector) -> None:
@@ -188,6 +189,7 @@ def _serve(rank: int, size: int, port: int, connection: Connection, folder: str)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
     silence()
     look_for_plugins_once()
+    keep_to_graphs()
     while True:
         try:
             function, args, kwargs, deadline = pickle.loads(connection.recv_bytes())

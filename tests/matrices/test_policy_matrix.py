@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_parallel import ConfigurationError, build_strategy
+from tests.compiler import writing_code
 from tests.data import STEPS
 from tests.evidence import Watch
 from tests.parity import BF16, TOLERANCE, Outcome, difference, is_moving, largest, make_trainer, once, train, worst
@@ -118,7 +120,9 @@ def run(strategy: str, num_ranks: int, trainer: dict[str, Any], subject: str) ->
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
         trainer = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
     watch = Watch(subject)
-    return train("byte_gpt", "adamw", strategy, num_ranks, watching=[watch], **trainer), watch.found
+    compiling = writing_code() if strategy.endswith(":compile=layers") else contextlib.nullcontext()
+    with compiling:
+        return train("byte_gpt", "adamw", strategy, num_ranks, watching=[watch], **trainer), watch.found
 
 
 def reference(policy: str) -> Outcome:
