@@ -7,7 +7,7 @@ Lightning without this package and in torch.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from lightning_parallel.checkpoint.stored_tensors import StoredTensors
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.ranks.dtensors import local_of, sharded_like, whole_on_device, whole_on_host
 from lightning_parallel.ranks.stage_owners import StageOwners, all_stage_owners, stage_owners_of
@@ -97,13 +98,13 @@ def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False) -> di
         keep: Whether this rank wants the result; others get ``{}`` and hold one tensor at a time.
         copy: Whether to copy tensors that are in host memory already, so that training does not change the result.
     """
-    first_names, owners_by_name = _first_names(module), all_stage_owners(module)
+    firsts, owners_by_name = first_names(module), all_stage_owners(module)
     own = module.state_dict()
     result: OrderedDict[str, Any] = OrderedDict()  # `OrderedDict[str, Any]()` would save its type arguments
     if keep:
         _take_metadata(result, own)
     for name, value in own.items():
-        if (first := first_names.get(name, name)) != name and (first in result or not keep):
+        if (first := firsts.get(name, name)) != name and (first in result or not keep):
             if keep:
                 result[name] = result[first]  # tied weights stay one tensor, in memory and in the file
             continue
@@ -135,21 +136,59 @@ def whole_optimizer_state(optimizer: Optimizer, *, keep: bool, is_cut: bool = Tr
     return {**state, "state": gathered} if keep else {}
 
 
+def bytes_of_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
+    """Bytes of all parameters, and of what optimizers keep for them, whole. No collective.
+
+    Args:
+        module: The module.
+        optimizers: Their state of this rank's parameters is taken to be that of all.
+    """
+    of_model = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    of_parameters = of_state = 0
+    for parameter, entries in (item for optimizer in optimizers for item in optimizer.state.items()):
+        of_parameters += parameter.numel() * parameter.element_size()
+        of_state += sum(each.numel() * each.element_size() for each in entries.values() if isinstance(each, Tensor))
+    return of_model + of_state * of_model // max(1, of_parameters)
+
+
 def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> None:
     """Load a plain ``state_dict`` into `module`, sharded or not. Every rank has the whole dict; no collective.
 
     Args:
         module: The module, changed in place.
-        state_dict: Names of the plain module -> whole tensors in host memory.
+        state_dict: Names of the plain module -> whole tensors in host memory, or stored ones, of which each rank reads
+            what it has.
         strict: Whether missing and unexpected names are errors.
 
     Raises:
         RuntimeError: torch's own, for keys and shapes that do not match.
     """
     targets = module.state_dict()
-    sharded = OrderedDict((key, _like(value, targets.get(key))) for key, value in state_dict.items())
+    if isinstance(state_dict, StoredTensors):
+        sharded = _read_into(targets, state_dict, strict=strict)
+    else:
+        sharded = OrderedDict((key, _like(value, targets.get(key))) for key, value in state_dict.items())
     _take_metadata(sharded, state_dict)
     module.load_state_dict(sharded, strict=strict)
+
+
+def _read_into(targets: Mapping[str, Any], stored: StoredTensors, *, strict: bool) -> OrderedDict[str, Any]:
+    """The tensors of `stored` for a module: read into the `targets` themselves where all of them fit, else beside them.
+
+    Args:
+        targets: The module's own ``state_dict``.
+        stored: Tensors in files.
+        strict: Whether names have to be the same.
+    """
+    known = [name for name in stored if name in targets]
+    fit = all(stored.shape_of(name) in (None, targets[name].shape) for name in known)
+    if not fit or (strict and len(known) != max(len(stored), len(targets))):
+        # The module's own hooks may give tensors other names or shapes; else torch says what does not fit.
+        return OrderedDict((name, stored.part_like(name, targets.get(name))) for name in stored)
+    for name in known:
+        if stored.shape_of(name) is not None and not is_placeholder(targets[name]):
+            stored.read_into(name, targets[name])
+    return OrderedDict((name, stored[name] if stored.shape_of(name) is None else targets[name]) for name in known)
 
 
 def load_whole_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -161,7 +200,7 @@ def load_whole_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -
     """
     parameters = _parameters(optimizer)
     shards = {
-        number: {name: _like_state(value, parameters[number]) for name, value in entries.items()}
+        number: _part_of_entries(entries, parameters[number])
         for number, entries in state["state"].items()
         if not is_placeholder(parameters[number])
     }
@@ -238,7 +277,7 @@ def _whole_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {name: whole_on_host(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
 
 
-def _first_names(module: nn.Module) -> dict[str, str]:
+def first_names(module: nn.Module) -> dict[str, str]:
     """Name of a parameter -> the first of its names, so that tied weights are gathered once, on all ranks alike."""
     first: dict[Tensor, str] = {}
     return {name: first.setdefault(p, name) for name, p in module.named_parameters(remove_duplicate=False)}
@@ -276,6 +315,13 @@ def _like(value: Any, target: Any) -> Any:
     if not isinstance(target, DTensor) or not isinstance(value, Tensor) or value.shape != target.shape:
         return value
     return sharded_like(value, target)
+
+
+def _part_of_entries(entries: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    if isinstance(entries, StoredTensors):
+        parts = ((name, entries.part_like(name, parameter)) for name in entries)
+        return {name: part if isinstance(part, DTensor) else _like_state(part, parameter) for name, part in parts}
+    return {name: _like_state(value, parameter) for name, value in entries.items()}
 
 
 def _like_state(value: Any, parameter: Tensor) -> Any:

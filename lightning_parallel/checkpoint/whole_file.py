@@ -20,7 +20,8 @@ from torch import Tensor
 from lightning_parallel.errors import CheckpointError
 
 _OF_OLD = b"\x80"
-_PARTIAL = ".lightning_parallel-*.partial"
+PARTIAL = ".lightning_parallel-*.partial"
+"""Names of what is being written, a file or folder beside the one that it will be."""
 
 
 def write_whole(value: Any, path: Path) -> None:
@@ -54,17 +55,21 @@ def write_whole(value: Any, path: Path) -> None:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
-        raise CheckpointError(_not_written(path, error, num_bytes)) from error
+        raise CheckpointError(not_written(path, error, num_bytes)) from error
 
 
 def remove_partial(folder: Path) -> None:
     """Remove what writers that are gone have left in `folder`; those that are there hold a lock."""
-    for partial in folder.glob(_PARTIAL):
-        with contextlib.suppress(OSError), partial.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            partial.unlink()
+    for partial in folder.glob(PARTIAL):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(partial, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+            finally:
+                os.close(descriptor)
 
 
 def damage_of(path: Path) -> str:
@@ -138,7 +143,7 @@ class _Sink:
 def _open_partial(folder: Path) -> tuple[Path, BufferedWriter]:
     """A new file that is locked as long as it is open. Its mode is that of any new file, not a temporary one's."""
     while True:
-        partial = folder / _PARTIAL.replace("*", secrets.token_hex(8))
+        partial = folder / PARTIAL.replace("*", secrets.token_hex(8))
         file = partial.open("xb")
         with contextlib.suppress(OSError):  # file systems without locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -147,7 +152,8 @@ def _open_partial(folder: Path) -> tuple[Path, BufferedWriter]:
         file.close()  # another writer has removed it before it was locked
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Bring the names in `folder` to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some network file systems cannot; the file itself is on the disk
@@ -156,7 +162,14 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _not_written(path: Path, error: OSError, num_bytes: int) -> str:
+def not_written(path: Path, error: OSError, num_bytes: int) -> str:
+    """Say that a checkpoint could not be written.
+
+    Args:
+        path: The checkpoint.
+        error: Why.
+        num_bytes: Bytes that it needs.
+    """
     folder = next((each for each in path.parents if each.is_dir()), path.parent)
     free = shutil.disk_usage(folder).free if folder.is_dir() else 0
     why = error.strerror or str(error)

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
+from lightning_parallel.checkpoint.sharded_folder import damage_of_folder, is_folder
 from lightning_parallel.checkpoint.whole_file import damage_of, write_whole
 from lightning_parallel.errors import CheckpointError
 
@@ -27,29 +28,34 @@ class CheckpointFiles(TorchCheckpointIO):
             write_whole(checkpoint, local)
 
 
-def readable(path: Any) -> tuple[Any, str]:
+def readable(path: Any, damage: str | None = None) -> tuple[Any, str]:
     """The checkpoint to read for `path`, and what is to be said of it, "" if that is `path` and intact.
 
     In place of a damaged ``last.ckpt``, that is the newest intact checkpoint beside it.
 
     Args:
         path: As given to the trainer.
+        damage: The damage of it, if that is known.
 
     Raises:
         CheckpointError: If `path` is damaged and has another name, or none beside it is intact.
     """
     local = local_path(path)
-    if local is None or not local.is_file() or not (damage := damage_of(local)):
+    if local is None or not local.exists() or not (damage := _damage(local) if damage is None else damage):
         return path, ""
     words = f"the checkpoint {path} is damaged: {damage}"
-    others = [each for each in local.parent.glob("*.ckpt") if each != local and each.is_file()]
-    intact = (each for each in sorted(others, key=_written, reverse=True) if not damage_of(each))
+    others = [each for each in local.parent.glob("*.ckpt") if each != local and (each.is_file() or is_folder(each))]
+    intact = (each for each in sorted(others, key=_written, reverse=True) if not _damage(each))
     before = next(intact, None)
     if before is None:
         raise CheckpointError(f"{words}. None beside it is intact; give another one, or no ckpt_path to begin anew")
     if not local.stem.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST):
         raise CheckpointError(f"{words}. The newest intact one beside it is {before}: give ckpt_path={before}")
     return before, _INSTEAD.format(words, before, _time(before))
+
+
+def _damage(path: Path) -> str:
+    return damage_of_folder(path) if path.is_dir() else damage_of(path)
 
 
 _INSTEAD = "{}. Read instead: {}, the newest intact one beside it, of {}"

@@ -7,7 +7,6 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from lightning_parallel.plan import Plan
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.ranks.memory import free_memory
+from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.step_hooks import StepHooks
 
 _COPIES = 3
@@ -168,12 +168,3 @@ def in_words(strategy: ComparedStrategy, differences: Sequence[str], rank: int, 
         "see through, or the strategy is wrong: please report it then. Give another strategy, change that part of the "
         "step, or give check='off' to train with other numbers than one process"
     )
-
-
-def of_all_ranks(own: Any) -> list[Any]:
-    """Gather the value of each rank. A collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [own]
-    found = [own] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found

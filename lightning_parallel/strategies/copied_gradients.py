@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.strategies.compared_strategy import of_all_ranks
+from lightning_parallel.ranks.objects import of_all_ranks
 
 
 class CopiedGradients:

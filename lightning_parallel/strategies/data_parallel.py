@@ -23,7 +23,7 @@ from lightning_parallel.strategies.refusals import (
     layer_policy_violations,
     sharded_elsewhere_violations,
 )
-from lightning_parallel.strategies.saving_strategy import Endings
+from lightning_parallel.strategies.saving_strategy import Saving
 from lightning_parallel.techniques.data_parallel import ReplicatedSteps
 from lightning_parallel.techniques.offload import replicated_offload_violations
 
@@ -65,8 +65,8 @@ class DataParallelStrategy(PlannedStrategy):
         stop_status: int = 143,
     ) -> None:
         layer = LayerPolicies(layers=layers, float8=float8, recompute=recompute, compile=compile)
-        policies, endings = Policies(layer=layer, shards=False, offload=offload), Endings(on_save_error, stop_status)
-        super().__init__(policies, check=check, endings=endings)
+        policies = Policies(layer=layer, shards=False, offload=offload)
+        super().__init__(policies, check=check, saving=Saving(on_save_error, stop_status))
         self._layers_before: Snapshot | None = None
         self._replicated: ReplicatedSteps | None = None
 

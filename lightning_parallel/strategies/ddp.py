@@ -23,7 +23,7 @@ from lightning_parallel.strategies.launchers import RankOptions
 from lightning_parallel.strategies.optimizers import adopt_optimizers
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
 from lightning_parallel.strategies.refusals import layer_policy_violations, sharded_elsewhere_violations
-from lightning_parallel.strategies.saving_strategy import Endings
+from lightning_parallel.strategies.saving_strategy import Saving
 from lightning_parallel.techniques.accumulation import accumulation_violations
 from lightning_parallel.techniques.compression import comm_hook_violations, races_with_search, register_comm_hook
 from lightning_parallel.techniques.offload import replicated_offload_violations
@@ -59,6 +59,8 @@ class DDPStrategy(ProcessGroupStrategy):
         check: When the first step is compared with one process: ``"auto"`` if a copy fits, ``"first_step"``, ``"off"``.
         start_method: How ranks are started: ``"popen"`` runs the script again for each; ``"fork"`` serves notebooks,
             ``"spawn"`` and ``"forkserver"`` functions that can be pickled.
+        checkpoint: ``"whole"``, a file that rank 0 writes; ``"sharded"``, a folder to which each rank writes its part;
+            ``"auto"``: the first where all state fits in a quarter of a rank's share of the host's memory.
         on_save_error: Where a checkpoint cannot be written, ``"raise"`` ends the run, ``"warn"`` goes on without it.
         stop_status: Exit status of a run that a signal has ended; 143 is the one of SIGTERM.
 
@@ -85,6 +87,7 @@ class DDPStrategy(ProcessGroupStrategy):
         timeout: timedelta | float = default_pg_timeout,
         check: str = "auto",
         start_method: str = "popen",
+        checkpoint: str = "auto",
         on_save_error: str = "raise",
         stop_status: int = 143,
     ) -> None:
@@ -95,7 +98,7 @@ class DDPStrategy(ProcessGroupStrategy):
             accumulation_sync=accumulation_sync,
         )
         ranks = RankOptions(process_group_backend, timeout, start_method)
-        super().__init__(policies, ranks, check=check, endings=Endings(on_save_error, stop_status))
+        super().__init__(policies, ranks, check=check, saving=Saving(on_save_error, stop_status, checkpoint))
         self._comm_hook = comm_hook
         self._powersgd_rank = powersgd_rank
         self._find_unused_parameters = find_unused_parameters

@@ -137,11 +137,27 @@ class FailureWatch:
         if self._rank == 0:
             self._store.set(name, words)
             return words
-        pause = _SHORTEST
-        while not self._store.check([name]):
-            time.sleep(pause)
-            pause = min(2 * pause, POLL)
+        _wait(self._store, [name])
         return self._store.get(name).decode()
+
+    def hear(self, own: bytes) -> list[bytes] | None:
+        """The words of each rank on rank 0, which waits for all as long as it takes. A collective, as `say` is.
+
+        Args:
+            own: This rank's words.
+
+        Returns:
+            Nothing on other ranks; ``None`` if nobody watches the ranks.
+        """
+        if self._store is None:
+            return None
+        self._num_said += 1
+        names = [f"{self.key}/heard/{self._num_said}/{rank}" for rank in range(self._size)]
+        self._store.set(names[self._rank], own)  # type: ignore[arg-type] # it takes bytes, too
+        if self._rank != 0:
+            return []
+        _wait(self._store, names)
+        return [self._store.get(name) for name in names]
 
     def stop(self) -> None:
         """Watch no more."""
@@ -172,6 +188,14 @@ class FailureWatch:
                     if not is_over.wait(GRACE):
                         _end(f"{first}. Rank {self._rank} waits for it in vain, and ends.")
                     return
+
+
+def _wait(store: dist.Store, names: list[str]) -> None:
+    """Wait for entries of a store, without its timeout."""
+    pause = _SHORTEST
+    while not store.check(names):
+        time.sleep(pause)
+        pause = min(2 * pause, POLL)
 
 
 def _words(exception: BaseException) -> str:

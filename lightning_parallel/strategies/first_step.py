@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_parallel.errors import FirstStepError
 from lightning_parallel.errors import check as refuse
+from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.ranks.random_streams import RandomState
 from lightning_parallel.strategies.compared_copy import ComparedCopy, copy_of, data_group
 from lightning_parallel.strategies.compared_strategy import (
@@ -24,7 +25,6 @@ from lightning_parallel.strategies.compared_strategy import (
     in_words,
     is_reference,
     layers_with_parts,
-    of_all_ranks,
     shares_samples,
 )
 from lightning_parallel.strategies.compared_window import ComparedWindow

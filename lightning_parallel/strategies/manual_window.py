@@ -15,8 +15,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parallel.module.differences import value_difference
+from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.strategies.compared_metrics import synced_differences
-from lightning_parallel.strategies.compared_strategy import of_all_ranks
 from lightning_parallel.strategies.compared_window import ComparedWindow, number_in_words, whole_gradient
 from lightning_parallel.strategies.plain_step import StepValues
 

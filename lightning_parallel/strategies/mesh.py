@@ -28,7 +28,7 @@ from lightning_parallel.strategies.module_device import set_module_device
 from lightning_parallel.strategies.optimizers import adopt_optimizers
 from lightning_parallel.strategies.parallel_module import ParallelModule
 from lightning_parallel.strategies.precision import module_dtype, sharded_precision, sharding_dtypes
-from lightning_parallel.strategies.saving_strategy import Endings
+from lightning_parallel.strategies.saving_strategy import Saving
 from lightning_parallel.strategies.shard_notes import add_shard_notes
 from lightning_parallel.strategies.while_set_up import while_set_up
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
@@ -65,9 +65,8 @@ class MeshStrategy(MeshedStrategy):
         loss: Whether a pipeline computes head and loss once for the whole ``"batch"``, exact for any loss, or for each
             ``"microbatch"``, exact for means of equally weighted samples; ``"auto"``: the second where both are equal.
         float8: Recipe of the stacks' linear maps, ``"tensorwise"`` or ``"rowwise"``; needs the extra ``float8``.
-        tensor_plan: How linear maps are split under ``tensor``, where the package should not decide: the end of a
-            path, in which ``*`` is one name -> ``"colwise"``, ``"rowwise"``, ``"replicate"``, or ``"vocab"`` for an
-            embedding or head.
+        tensor_plan: How ``tensor`` splits linear maps, where the package should not decide: the end of a path (``*`` is
+            one name) -> ``"colwise"``, ``"rowwise"``, ``"replicate"``, or ``"vocab"`` for an embedding or head.
         sequence: Whether ranks that share matrix products also split the sequence between branches, so that norms,
             dropout and residuals take memory and time once (Korthikanti et al. 2022).
         context_attention: How ranks that share a sequence share attention: ``"ulysses"`` exchanges positions for heads,
@@ -76,8 +75,8 @@ class MeshStrategy(MeshedStrategy):
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a missing rank; seconds or a timedelta.
         check: When the first step is compared with one process: ``"auto"`` (what fits), ``"first_step"``, ``"off"``.
-        start_method: How ranks are started: ``"popen"`` runs the script again for each; ``"fork"`` serves notebooks,
-            ``"spawn"`` and ``"forkserver"`` functions that can be pickled.
+        start_method: ``"popen"`` runs the script again for each rank; ``"fork"`` serves notebooks, ``"spawn"``, ``"forkserver"``
+        checkpoint: ``"whole"``, a file of rank 0; ``"sharded"``, a folder of all; ``"auto"``: by the size of the state.
         on_save_error: Where a checkpoint cannot be written, ``"raise"`` ends the run, ``"warn"`` goes on without it.
         stop_status: Exit status of a run that a signal has ended; 143 is the one of SIGTERM.
 
@@ -118,6 +117,7 @@ class MeshStrategy(MeshedStrategy):
         timeout: timedelta | float = default_pg_timeout,
         check: str = "auto",
         start_method: str = "popen",
+        checkpoint: str = "auto",
         on_save_error: str = "raise",
         stop_status: int = 143,
     ) -> None:
@@ -135,12 +135,12 @@ class MeshStrategy(MeshedStrategy):
             optimizer_in_backward=optimizer_in_backward,
         )
         degrees = Degrees(replicate=replicate, shard=shard, context=context, tensor=tensor, pipeline=pipeline)
-        ranks, endings = RankOptions(process_group_backend, timeout, start_method), Endings(on_save_error, stop_status)
-        super().__init__(policies, degrees, ranks, check=check, endings=endings)
-        self._while_set_up = contextlib.ExitStack()
+        ranks = RankOptions(process_group_backend, timeout, start_method)
+        super().__init__(policies, degrees, ranks, check=check, saving=Saving(on_save_error, stop_status, checkpoint))
 
     _defers_init = True
     _parallel: ParallelModule | None = None
+    _while_set_up = contextlib.ExitStack()  # of no use before `setup`
     tensor_init_context = tensors_on_host
 
     @override
@@ -188,6 +188,7 @@ class MeshStrategy(MeshedStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
+        self._while_set_up = contextlib.ExitStack()
         self._while_set_up.enter_context(_torch.random_states.states_of_ranks(self.mesh.devices))
         self._parallel = ParallelModule(self, self.mesh)
         replaces = self._parallel.current.plan.replaces_parameters

@@ -13,7 +13,7 @@ from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.ranks.mesh import Mesh, build_mesh, data_rank_of
 from lightning_parallel.strategies.launchers import RankOptions
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
-from lightning_parallel.strategies.saving_strategy import Endings
+from lightning_parallel.strategies.saving_strategy import Saving
 
 
 class MeshedStrategy(ProcessGroupStrategy):
@@ -24,13 +24,11 @@ class MeshedStrategy(ProcessGroupStrategy):
         degrees: As given.
         ranks: How they are started and joined.
         check: Whether the first step is compared with one process.
-        endings: What ends a run, and how.
+        saving: How checkpoints are written, and how a run ends.
     """
 
-    def __init__(
-        self, policies: Policies, degrees: Degrees, ranks: RankOptions, *, check: str, endings: Endings
-    ) -> None:
-        super().__init__(policies, ranks, check=check, endings=endings)
+    def __init__(self, policies: Policies, degrees: Degrees, ranks: RankOptions, *, check: str, saving: Saving) -> None:
+        super().__init__(policies, ranks, check=check, saving=saving)
         self._degrees = degrees
         self._mesh: Mesh | None = None
 

@@ -23,7 +23,7 @@ from lightning_parallel.strategies.first_step import FirstStep
 from lightning_parallel.strategies.optimizers import tell_missing_states
 from lightning_parallel.strategies.precision import widen
 from lightning_parallel.strategies.refusals import module_violations, without_unmovable_module
-from lightning_parallel.strategies.saving_strategy import Endings
+from lightning_parallel.strategies.saving_strategy import Saving
 from lightning_parallel.strategies.signalled_strategy import SignalledStrategy
 from lightning_parallel.techniques.deferred_init.deferral import Deferral
 
@@ -39,11 +39,11 @@ class PlannedStrategy(SignalledStrategy):
     Args:
         policies: The rules, without those that depend on the module.
         check: Whether the first step is compared with one process: `CHECKS`.
-        endings: What ends a run, and how.
+        saving: How checkpoints are written, and how a run ends.
     """
 
-    def __init__(self, policies: Policies, *, check: str = "auto", endings: Endings | None = None) -> None:
-        super().__init__(endings or Endings())
+    def __init__(self, policies: Policies, *, check: str = "auto", saving: Saving | None = None) -> None:
+        super().__init__(saving or Saving())
         self.num_nodes = 1
         self._policies = policies
         self._planned: tuple[Any, Plan] | None = None

@@ -19,7 +19,7 @@ from lightning_parallel.ranks.collectives import stacked
 from lightning_parallel.strategies.launchers import RankOptions, build_launcher, start_violations
 from lightning_parallel.strategies.refusals import device_violations
 from lightning_parallel.strategies.sampling import SampleDealer
-from lightning_parallel.strategies.saving_strategy import Endings
+from lightning_parallel.strategies.saving_strategy import Saving
 from lightning_parallel.strategies.whole_checkpoints import WholeCheckpointsStrategy
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
         policies: The rules, but for what belongs to a module.
         ranks: How they are started and joined.
         check: Whether the first step is compared with one process.
-        endings: What ends a run, and how.
+        saving: How checkpoints are written, and how a run ends.
     """
 
-    def __init__(self, policies: Policies, ranks: RankOptions, *, check: str, endings: Endings) -> None:
-        super().__init__(policies, check=check, endings=endings)
+    def __init__(self, policies: Policies, ranks: RankOptions, *, check: str, saving: Saving) -> None:
+        super().__init__(policies, check=check, saving=saving)
         self._process_group_backend, timeout = ranks.backend, ranks.timeout
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         self._start_method = ranks.start_method

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_parallel import _lightning
+from lightning_parallel.checkpoint.sharded_folder import damage_of_folder, is_folder, open_folder
 from lightning_parallel.errors import CheckpointError
-from lightning_parallel.strategies.checkpoint_files import CheckpointFiles, readable
+from lightning_parallel.ranks.objects import of_all_ranks
+from lightning_parallel.strategies.checkpoint_files import CheckpointFiles, local_path, readable
 from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.refusing_strategy import RefusingStrategy
+from lightning_parallel.strategies.sharded_saves import FORMS
 
 _ON_SAVE_ERROR = ("raise", "warn")
 
 
 @dataclass(frozen=True)
-class Endings:
-    """The ways in which a run ends.
+class Saving:
+    """The form of checkpoints, and the ways in which a run ends.
 
     Args:
         on_save_error: Where a checkpoint cannot be written, ``"raise"`` ends the run, ``"warn"`` goes on without it.
         stop_status: Exit status of a run that a signal has ended.
+        checkpoint: The form of checkpoints: ``"whole"``, ``"sharded"`` or ``"auto"``.
     """
 
     on_save_error: str = "raise"
     stop_status: int = 143
+    checkpoint: str = "whole"
 
     @property
     def violations(self) -> list[str]:
@@ -38,26 +45,28 @@ class Endings:
             found.append(f"on_save_error={self.on_save_error!r} is unknown; possible: {', '.join(_ON_SAVE_ERROR)}")
         if not 0 <= self.stop_status <= 255:
             found.append(f"stop_status={self.stop_status} is no exit status; possible: 0 to 255")
+        if self.checkpoint not in FORMS:
+            found.append(f"checkpoint={self.checkpoint!r} is unknown; possible: {', '.join(FORMS)}")
         return found
 
 
 class SavingStrategy(RefusingStrategy):
-    """Writes checkpoints from rank 0.
+    """Writes checkpoints from rank 0, or from all ranks to one folder, and reads both.
 
     Args:
-        endings: What is to happen where that fails.
+        saving: In which form, and what is to happen where that fails.
     """
 
-    def __init__(self, endings: Endings) -> None:
+    def __init__(self, saving: Saving) -> None:
         super().__init__()
-        self._endings = endings
+        self._saving = saving
         self._failures = FailureWatch()
         self._has_failed = False
         self._kept: list[Any] = []
 
     @override
     def set_up_violations(self) -> list[str]:
-        return [*super().set_up_violations(), *self._endings.violations]
+        return [*super().set_up_violations(), *self._saving.violations]
 
     @property
     @override
@@ -75,42 +84,86 @@ class SavingStrategy(RefusingStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        problem, cause = self.write_checkpoint(checkpoint, filepath, storage_options)
+        self._has_failed = bool(problem)
+        if not problem:
+            self._remove_kept(filepath)
+        elif self._saving.on_save_error == "raise":
+            raise CheckpointError(problem) from cause
+        else:
+            rank_zero_warn(f"{problem}. Training goes on, as on_save_error='warn' says")
+
+    def write_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
+    ) -> tuple[str, Exception | None]:
+        """Write a checkpoint in one file. A collective.
+
+        Args:
+            checkpoint: As Lightning makes it; whole on rank 0.
+            filepath: The file.
+            storage_options: As Lightning passes them on.
+
+        Returns:
+            The reason why it could not be written, on all ranks, "" if it is; and the exception on a rank that had one.
+        """
         cause: Exception | None = None
         if self.is_global_zero:
             try:
                 super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             except Exception as error:
                 cause = error
-        problem = self._said_by_first("" if cause is None else _words(cause, filepath))
-        self._has_failed = bool(problem)
-        if not problem:
-            self._remove_kept(filepath)
-        elif self._endings.on_save_error == "raise":
-            raise CheckpointError(problem) from cause
-        else:
-            rank_zero_warn(f"{problem}. Training goes on, as on_save_error='warn' says")
+        return self.said_by_first("" if cause is None else _words(cause, filepath)), cause
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         options = {} if weights_only is None else {"weights_only": weights_only}  # Lightning's, since 2.6
-        # Rank 0 looks at the file for all: each would have to read it once more.
-        read, words, problem = checkpoint_path, "", ""
-        if self.is_global_zero:
+        path = self._intact(checkpoint_path)
+        local = local_path(path)
+        load = super().load_checkpoint
+        if local is not None and is_folder(local):
+            return open_folder(local, lambda rest: load(rest, **options))
+        return load(path, **options)
+
+    def _intact(self, path: Any) -> Any:
+        """The checkpoint to read for `path`, which is another one where that is damaged. A collective."""
+        damage = self._damage_of_parts(local) if (local := local_path(path)) is not None and is_folder(local) else None
+        # Rank 0 looks at a file for all: each would have to read it once more.
+        read, words, problem = path, "", ""
+        if self.is_global_zero and damage != "":
             try:
-                read, words = readable(checkpoint_path)
+                read, words = readable(path, damage)
             except CheckpointError as error:
                 problem = str(error)
-        chosen, problem = self._said_by_first(f"{read if words else ''}\n{problem}").split("\n", 1)
+        chosen, problem = self.said_by_first(f"{read if words else ''}\n{problem}").split("\n", 1)
         if problem:
             raise CheckpointError(problem)
         if words:
             rank_zero_warn(words)
-        return super().load_checkpoint(chosen or checkpoint_path, **options)
+        return chosen or path
 
-    def _said_by_first(self, own: str) -> str:
-        """The words of rank 0, on all ranks. A collective."""
+    def _damage_of_parts(self, path: Path) -> str:
+        """The damage of a folder, of which each rank has looked at some files. A collective."""
+        is_shared = dist.is_initialized() and dist.get_world_size() > 1
+        part = (dist.get_rank(), dist.get_world_size()) if is_shared else (0, 1)
+        return next((found for found in of_all_ranks(damage_of_folder(path, part)) if found), "")
+
+    def said_by_first(self, own: str) -> str:
+        """The words of rank 0, on all ranks, which wait for it as long as it takes. A collective.
+
+        Args:
+            own: Words; those of other ranks are not used.
+        """
         heard = self._failures.say(own)
         return str(self.broadcast(own)) if heard is None else heard
+
+    def hear_all(self, own: bytes) -> list[bytes]:
+        """The words of all ranks on rank 0, which waits as long as it takes; nothing on others. A collective.
+
+        Args:
+            own: This rank's words.
+        """
+        heard = self._failures.hear(own)
+        return of_all_ranks(own) if heard is None else heard
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from lightning_parallel.module.differences import value_difference
 from lightning_parallel.module.output_sketches import OutputSketches, first_difference
-from lightning_parallel.strategies.compared_strategy import ComparedStrategy, of_all_ranks
+from lightning_parallel.ranks.objects import of_all_ranks
+from lightning_parallel.strategies.compared_strategy import ComparedStrategy
 from lightning_parallel.strategies.compared_window import ComparedWindow
 from lightning_parallel.strategies.plain_step import StepValues
 

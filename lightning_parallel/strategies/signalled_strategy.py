@@ -48,7 +48,7 @@ class SignalledStrategy(SavingStrategy):
         if not isinstance(exception, SIGTERMException):
             self._failures.report(exception)
             return
-        exception.code = self._endings.stop_status
+        exception.code = self._saving.stop_status
         _lightning.signals.leave_children()
         if self._stopping is not None:
             save_last(self._stopping)

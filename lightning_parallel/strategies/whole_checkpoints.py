@@ -1,8 +1,10 @@
-"""Strategies whose checkpoints are those of one process: whole values, and the random states of all ranks."""
+"""Strategies whose checkpoints mean what those of one process do, in either form, and hold all random states."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -12,36 +14,52 @@ from typing_extensions import override
 
 from lightning_parallel import _lightning
 from lightning_parallel.checkpoint.full_state import (
+    bytes_of_state,
     load_whole_optimizer_state,
     load_whole_state_dict,
     whole_optimizer_state,
     whole_state_dict,
 )
 from lightning_parallel.policies import Policies
+from lightning_parallel.ranks.memory import host_memory
+from lightning_parallel.strategies.checkpoint_files import local_path
 from lightning_parallel.strategies.optimizers import tell_missing_states
 from lightning_parallel.strategies.planned_strategy import PlannedStrategy
 from lightning_parallel.strategies.precision import widen
-from lightning_parallel.strategies.saving_strategy import Endings
+from lightning_parallel.strategies.saving_strategy import Saving
+from lightning_parallel.strategies.sharded_saves import write_in_parts
 from lightning_parallel.strategies.streams import RandomStreams
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
+_SHARE_OF_MEMORY = 4
+"""Of a rank's share of the host's memory, whole state may take one part in so many."""
+
+
+_NOT_HERE = (
+    "checkpoint='sharded' writes to a file system of this machine, and not to {}; give a folder of one, or "
+    "checkpoint='whole'"
+)
+
+
 class WholeCheckpointsStrategy(PlannedStrategy):
-    """Saves whole values from rank 0, and loads them on every rank, also before a fit.
+    """Saves whole values from rank 0, or those of each rank, and loads them on every rank, also before a fit.
 
     Args:
         policies: The rules, without those that depend on the module.
         check: Whether the first step is compared with one process.
-        endings: What ends a run, and how.
+        saving: How checkpoints are written, and how a run ends.
     """
 
-    def __init__(self, policies: Policies, *, check: str, endings: Endings) -> None:
-        super().__init__(policies, check=check, endings=endings)
+    def __init__(self, policies: Policies, *, check: str, saving: Saving) -> None:
+        super().__init__(policies, check=check, saving=saving)
         self._streams = RandomStreams()
         # Whether optimizers hold the module's parameters as they are now, not as an earlier fit gave them back.
         self._has_cut_optimizers = True
+        # Whether the checkpoint that is being made has the tensors of each rank.
+        self._writes_parts = False
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -68,7 +86,36 @@ class WholeCheckpointsStrategy(PlannedStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._writes_parts = self._chooses_parts()
+        if self._writes_parts:
+            return self.module.state_dict()
         return whole_state_dict(self.module, keep=self.is_global_zero)
+
+    def _chooses_parts(self) -> bool:
+        """Whether the next checkpoint is a folder. A collective."""
+        if self._saving.checkpoint != "auto":
+            return self._saving.checkpoint == "sharded"
+        room = host_memory() // max(1, self.num_processes) // _SHARE_OF_MEMORY
+        return self.said_by_first(str(bytes_of_state(self.module, self.optimizers) > room)) == str(True)
+
+    @override
+    def write_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
+    ) -> tuple[str, Exception | None]:
+        if not self._writes_parts:
+            return super().write_checkpoint(checkpoint, filepath, storage_options)
+        self._writes_parts = False  # a dict that a user makes has whole tensors
+        if (path := local_path(filepath)) is None:
+            return _NOT_HERE.format(filepath), None
+        known = ("epoch", "global_step", "pytorch-lightning_version")
+        manifest = {
+            "strategy": type(self).__name__,
+            "degrees": asdict(self.degrees),
+            "plan": None if self._planned is None else json.loads(self._planned[1].to_json()),
+            "dtypes": sorted({str(value.dtype) for value in self.module.parameters()}),
+            **{name: checkpoint[name] for name in known if name in checkpoint},
+        }
+        return write_in_parts(self, self.module, checkpoint, path, manifest)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -78,6 +125,8 @@ class WholeCheckpointsStrategy(PlannedStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self._writes_parts:
+            return optimizer.state_dict()
         return whole_optimizer_state(optimizer, keep=self.is_global_zero, is_cut=self._has_cut_optimizers)
 
     @override

@@ -43,7 +43,7 @@ class ZeroStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         for sharded in self._sharded:
-            if sharded.optimizer is optimizer:
+            if sharded.optimizer is optimizer and not self._writes_parts:
                 return sharded.gather_state() or {}
         return super().optimizer_state(optimizer)
 

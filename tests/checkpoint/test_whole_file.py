@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -87,18 +86,6 @@ def test_the_file_of_a_writer_at_work_is_not_removed(tmp_path: Path) -> None:
     file.close()
     remove_partial(tmp_path)
     assert names(tmp_path) == []
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
-    if done.returncode:
-        pytest.skip("only root may mount a file system")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_disk_that_is_too_small(small_disk: Path) -> None:

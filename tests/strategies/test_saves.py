@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_parallel import CheckpointError
+from lightning_parallel.checkpoint.sharded_folder import FolderWriter
 from tests.data import loader
 from tests.models.pipelined import DeepTied
 from tests.names import num_readers
@@ -33,10 +38,14 @@ def fit(strategy: str, folder: Path, **kwargs: Any) -> tuple[int, str, float]:
     return trainer.global_step, words, time.monotonic() - began
 
 
+FORMS = ["checkpoint=whole", "checkpoint=sharded"]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", NAMES)
-def test_all_ranks_have_one_error(name: str, ranks: Any, tmp_path: Path) -> None:
+def test_all_ranks_have_one_error(name: str, form: str, ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for step, words, seconds in ranks(2).run(fit, name, tmp_path / "file" / "folder"):
+    for step, words, seconds in ranks(2).run(fit, f"{name}:{form}", tmp_path / "file" / "folder"):
         assert step == 2
         assert "epoch=0-step=2.ckpt could not be written: Not a directory. Its tensors take " in words
         assert "on_save_error='warn'" in words
@@ -50,11 +59,12 @@ def warned(strategy: str, folder: Path) -> tuple[tuple[int, str, float], list[st
     return found, [str(each.message) for each in caught if "could not be written" in str(each.message)]
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", NAMES)
-def test_training_goes_on_if_asked_for(name: str, ranks: Any, tmp_path: Path) -> None:
+def test_training_goes_on_if_asked_for(name: str, form: str, ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (first, of_first), (second, of_second) = ranks(2).run(
-        warned, f"{name}:on_save_error=warn", tmp_path / "file" / "folder"
+        warned, f"{name}:{form},on_save_error=warn", tmp_path / "file" / "folder"
     )
     assert (first[:2], second[:2]) == ((4, ""), (4, ""))
     assert (len(of_first), len(of_second)) == (2, 0)  # one for each checkpoint, on rank 0
@@ -121,3 +131,67 @@ def test_after_the_fit_as_within(name: str, ranks: Any, tmp_path: Path) -> None:
     assert first == second
     assert "a.ckpt/within could not be written" in first
     assert torch.load(tmp_path / "a.ckpt", weights_only=False)["global_step"] == 4
+
+
+def full_on_one_rank(strategy: str, folder: Path, failing: int) -> tuple[int, str, float, bool]:
+    """As `fit`, where the disk of one rank is full; and whether anything is left."""
+    write = FolderWriter.write
+
+    def raising(self: FolderWriter, *args: Any) -> Any:
+        if dist.get_rank() == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, *args)
+
+    with mock.patch.object(FolderWriter, "write", raising):
+        found = fit(strategy, folder)
+    return *found, bool(list(folder.iterdir()))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_that_cannot_write_is_heard_by_all(name: str, failing: int, ranks: Any, tmp_path: Path) -> None:
+    found = ranks(2).run(full_on_one_rank, f"{name}:checkpoint=sharded", tmp_path, failing)
+    for step, words, seconds, is_left in found:
+        assert step == 2
+        assert "epoch=0-step=2.ckpt could not be written: No space left on device. Its tensors take " in words
+        assert seconds < 20
+        assert not is_left
+    assert found[0][1] == found[1][1]
+
+
+def kept_and_resumed(strategy: str, folder: Path) -> tuple[list[str], str, int]:
+    """The checkpoints that are kept of four, what a run with ``ckpt_path="last"`` reads, and its updates."""
+    callback = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max", save_last=True)
+    readers = num_readers(strategy.partition(":")[0], 2)
+    trainer_for(strategy, 2, callbacks=[callback], enable_checkpointing=True).fit(DeepTied(), loader(readers))
+    dist.barrier()
+    kept = sorted(each.name for each in folder.iterdir())
+    again = ModelCheckpoint(folder, save_last=True)
+    trainer = trainer_for(strategy, 2, callbacks=[again], enable_checkpointing=True, max_epochs=2)
+    trainer.fit(DeepTied(), loader(readers), ckpt_path="last")
+    return kept, Path(trainer.ckpt_path or "").name, trainer.global_step
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_folders_are_kept_and_removed_as_files_are(name: str, ranks: Any, tmp_path: Path) -> None:
+    for kept, last, updates in ranks(2).run(quietly, kept_and_resumed, f"{name}:checkpoint=sharded", tmp_path):
+        assert kept == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
+        assert (last, updates) == ("last.ckpt", 8)
+
+
+def forms_by_memory(strategy: str, folder: Path) -> list[bool]:
+    """Whether a checkpoint is a folder where rank 0 has much memory, and where it has little."""
+    found = []
+    for memory in (2**40, 2**15):
+        path = folder / f"{memory}.ckpt"
+        # Another machine has another memory.
+        with mock.patch("lightning_parallel.strategies.whole_checkpoints.host_memory", return_value=memory):
+            trainer = trainer_for(strategy, 2, max_steps=1)
+            trainer.fit(DeepTied(), loader(num_readers(strategy, 2)))
+            trainer.save_checkpoint(path)
+        found.append(path.is_dir())
+    return found
+
+
+def test_the_form_follows_the_size(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2).run(forms_by_memory, "fsdp_custom", tmp_path) == [[False, True], [False, True]]

@@ -1,0 +1,153 @@
+"""Tensors in the folder of a sharded checkpoint, read when they are asked for, whole or a rank's part."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+_CLASSES = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+}
+"""Classes that torch writes into a folder's ``.metadata``, beside dtypes and those of `_OF_METADATA`."""
+_OF_METADATA = "torch.distributed.checkpoint.metadata"
+
+
+class StoredFolder(dcp.FileSystemReader):
+    """The files of tensors of a folder; what they hold is read once, and unpickled to torch's own classes alone.
+
+    Args:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        with (path / ".metadata").open("rb") as file:
+            metadata: Metadata = _Unpickler(file).load()
+        self.tensors: Mapping[str, Any] = metadata.state_dict_metadata
+        self._metadata = metadata
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def read(self, key: str, into: Tensor) -> None:
+        """Read a tensor, or the part of it that `into` is. No collective.
+
+        Args:
+            key: Its name.
+            into: A tensor of the stored shape, or a DTensor of which this rank's part is read.
+        """
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads by itself
+            dcp.load({key: into}, storage_reader=self, no_dist=True)
+
+
+class _Unpickler(pickle.Unpickler):
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        is_known = module == _OF_METADATA or (module, name) in _CLASSES
+        if is_known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+
+
+class StoredTensors(MutableMapping[str, Any]):
+    """Name -> tensor, in host memory, read each time that it is asked for. Changes are kept in memory alone.
+
+    Args:
+        folder: The files.
+        prefix: Beginning of the keys, which names do not have.
+        aliases: Name -> the name under which a tied tensor is stored.
+
+    Example:
+        >>> weights = StoredTensors(StoredFolder(path), "state_dict.")
+        >>> weights["model.head.weight"]
+    """
+
+    def __init__(self, folder: StoredFolder, prefix: str, aliases: Mapping[str, str] | None = None) -> None:
+        self._folder, self._prefix = folder, prefix
+        own = {key.removeprefix(prefix): key for key in folder.tensors if key.startswith(prefix)}
+        tied = {alias: own[name] for alias, name in (aliases or {}).items()}
+        self._stored: dict[str, Any] = {name: _Key(key) for name, key in {**own, **tied}.items()}
+
+    def __getitem__(self, name: str) -> Any:
+        stored = self._stored[name]
+        if not isinstance(stored, _Key):
+            return stored
+        described = self._folder.tensors[stored]
+        whole = torch.empty(described.size, dtype=described.properties.dtype)
+        self._folder.read(stored, whole)
+        return whole
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._stored[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._stored[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._stored))
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def arrange(self, order: Sequence[str], others: Mapping[str, Any]) -> None:
+        """Put the names into an order, and add what is no tensor.
+
+        Args:
+            order: Names, of which some may not be there.
+            others: Name -> value.
+        """
+        known = {**self._stored, **others}
+        self._stored = {name: known[name] for name in [*order, *known] if name in known}
+
+    def shape_of(self, name: str) -> torch.Size | None:
+        """The shape of a tensor in the files, which is not read; ``None`` for what is not there."""
+        stored = self._stored[name]
+        return self._folder.tensors[stored].size if isinstance(stored, _Key) else None
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Read a tensor into `target`, or this rank's part of it. No collective.
+
+        Args:
+            name: The name of a tensor in the files.
+            target: A tensor of its whole shape, which may be sharded.
+        """
+        self._folder.read(self._stored[name], target)
+
+    def part_like(self, name: str, like: Tensor | None) -> Any:
+        """The value of this name: this rank's part of it, if `like` is sharded and has its shape.
+
+        Args:
+            name: The name.
+            like: A tensor, maybe sharded.
+        """
+        if not isinstance(like, DTensor) or self.shape_of(name) != like.shape:
+            return self[name]
+        described = self._folder.tensors[self._stored[name]]
+        local = torch.empty_like(like.to_local(), dtype=described.properties.dtype)
+        part = DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+        self.read_into(name, part)
+        return part
+
+
+class _Key(str):
+    """The key of a tensor in the files."""
+
+    __slots__ = ()

@@ -1,0 +1,177 @@
+"""Checkpoints of which each rank writes its own part: who writes what, and what all ranks hear of it."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.checkpoint.full_state import first_names
+from lightning_parallel.checkpoint.sharded_folder import Contents, FolderWriter, contents_of, partial_folder
+from lightning_parallel.checkpoint.whole_file import not_written
+from lightning_parallel.errors import CheckpointError
+from lightning_parallel.module.placeholders import is_placeholder
+from lightning_parallel.ranks.mesh import build_host_group
+from lightning_parallel.ranks.objects import at_first_rank, from_first_rank
+from lightning_parallel.ranks.stage_owners import all_stage_owners
+
+if TYPE_CHECKING:
+    import torch
+
+FORMS = ("auto", "whole", "sharded")
+"""Values of the argument `checkpoint`."""
+_PACKAGES = ("lightning_parallel", "torch", "lightning")
+
+
+class SavingRanks(Protocol):
+    """A strategy, as far as writing in parts reads it."""
+
+    @property
+    def global_rank(self) -> int:
+        """This rank."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+
+    def hear_all(self, own: bytes) -> list[bytes]:
+        """The words of all ranks on rank 0, which waits for it as long as it takes. A collective."""
+
+    def said_by_first(self, own: str) -> str:
+        """The words of rank 0, on all ranks. A collective."""
+
+
+def write_in_parts(
+    ranks: SavingRanks, module: nn.Module, checkpoint: Mapping[str, Any], path: Path, manifest: Mapping[str, Any]
+) -> tuple[str, Exception | None]:
+    """Write a checkpoint to a folder, each rank what it holds. A collective.
+
+    Args:
+        ranks: The strategy.
+        module: The module.
+        checkpoint: As Lightning makes it, with a rank's own tensors.
+        path: The folder.
+        manifest: What to say of the checkpoint.
+
+    Returns:
+        Why it could not be written, the same on all ranks, "" if it is; and the exception on the rank that had it.
+    """
+    with contextlib.ExitStack() as stack:
+        saving = _Saving(ranks, path, stack)
+        try:
+            saving.plan(contents_of(checkpoint, _tied(module), _writes(module, checkpoint, ranks.global_rank)))
+        except Exception as error:
+            saving.fail(error)
+        saving.arrange()
+        saving.write()
+        saving.finish({**manifest, "versions": {name: metadata.version(name) for name in _PACKAGES}})
+        return ranks.said_by_first(saving.problem), saving.cause
+
+
+class _Saving:
+    """One save on one rank. Each step runs on all ranks, and does nothing but exchange once one of them has failed."""
+
+    def __init__(self, ranks: SavingRanks, path: Path, stack: contextlib.ExitStack) -> None:
+        self._ranks, self._path, self._stack = ranks, path, stack
+        self._group = build_host_group(ranks.root_device.type) if dist.is_initialized() else None
+        self._rank = ranks.global_rank
+        self._writer: FolderWriter | None = None
+        self._values: dict[tuple[int, int, str], Any] = {}
+        self._num_bytes = 0
+        self.problem = ""
+        self.cause: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Note why this rank cannot go on."""
+        self.cause, self.problem = error, _words(error, self._path, self._rank, self._num_bytes)
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+
+    def plan(self, contents: Contents) -> None:
+        """Find out what this rank has."""
+        self._values, self._num_bytes = contents.values, contents.num_bytes
+        self._writer = FolderWriter(contents, self._rank)
+
+    def arrange(self) -> None:
+        """Tell rank 0, and hear what to write where."""
+        plan = None if self._writer is None else self._writer.plan
+        gathered = at_first_rank((plan, self._values, self._num_bytes, self.problem), self._group)
+        answers: list[Any] = [(None, None, self.problem)] * len(gathered)
+        if gathered:
+            self.problem = next((problem for *_, problem in gathered if problem), "")
+            with self._noting():
+                if not self.problem:
+                    assert self._writer is not None
+                    plans, values, sizes, _ = zip(*gathered, strict=True)
+                    for each in values:
+                        self._writer.add_values(each)
+                    partial = self._stack.enter_context(partial_folder(self._path, sum(sizes)))
+                    answers = [(str(partial), each, "") for each in self._writer.arrange(plans)]
+            if self.problem:
+                answers = [(None, None, self.problem)] * len(gathered)
+        self._folder, self._plan, self.problem = from_first_rank(answers, self._group)
+
+    def write(self) -> None:
+        """Write this rank's part."""
+        written = None
+        if not self.problem:
+            assert self._writer is not None
+            with self._noting():
+                written = self._writer.write(Path(self._folder), self._plan)
+        self._written = [pickle.loads(each) for each in self._ranks.hear_all(pickle.dumps((written, self.problem)))]
+
+    def finish(self, manifest: Mapping[str, Any]) -> None:
+        """Complete the folder, on rank 0."""
+        if self._rank != 0:
+            return
+        self.problem = next((problem for _, problem in self._written if problem), "")
+        if not self.problem:
+            assert self._writer is not None
+            with self._noting():
+                written = [each for each, _ in self._written]
+                self._writer.finish(self._path, Path(self._folder), written, manifest)
+
+
+def _words(error: Exception, path: Path, rank: int, num_bytes: int) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and path.parent.is_dir():
+        return not_written(path, error, num_bytes)
+    return (
+        f"the checkpoint {path} could not be written: rank {rank} raised {type(error).__name__}: {error}. Write to "
+        "another folder (ModelCheckpoint(dirpath=...)), which all ranks must see, or let training go on without it: "
+        "on_save_error='warn'"
+    )
+
+
+def _tied(module: nn.Module) -> dict[str, str]:
+    return {name: first for name, first in first_names(module).items() if name != first}
+
+
+def _writes(module: nn.Module, checkpoint: Mapping[str, Any], rank: int) -> Callable[[str], bool]:
+    """Tells which tensors of the model this rank writes, for it has them and others may not have equal ones."""
+    owners_by_name = all_stage_owners(module)
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    state_dict = checkpoint.get("state_dict", {})
+
+    def writes(name: str) -> bool:
+        value, owners = state_dict[name], owners_by_name.get(name)
+        if owners is not None and (not owners.counts_here or is_placeholder(value)):
+            return False
+        # Running averages may differ between ranks that read different samples; those of the first are saved.
+        is_own = name in buffers and isinstance(value, Tensor) and not isinstance(value, DTensor)
+        return not is_own or (rank == 0 if owners is None else owners.reaches_first_rank)
+
+    return writes
