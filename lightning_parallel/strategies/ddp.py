@@ -60,7 +60,8 @@ class DDPStrategy(ProcessGroupStrategy):
         start_method: How ranks are started: ``"popen"`` runs the script again for each; ``"fork"`` serves notebooks,
             ``"spawn"`` and ``"forkserver"`` functions that can be pickled.
         checkpoint: ``"whole"``, a file that rank 0 writes; ``"sharded"``, a folder to which each rank writes its part;
-            ``"auto"``: the first where all state fits in a quarter of a rank's share of the host's memory.
+            ``"auto"``: the first where all state fits in a quarter of a rank's share of the host's memory; ``"async"``,
+            ``"async-whole"``, ``"async-sharded"``: the same from copies in host memory, while training goes on.
         on_save_error: Where a checkpoint cannot be written, ``"raise"`` ends the run, ``"warn"`` goes on without it.
         stop_status: Exit status of a run that a signal has ended; 143 is the one of SIGTERM.
 

@@ -119,45 +119,70 @@ class FailureWatch:
             _torch.groups.connected_store().compare_set(self.key, "", reason)
         _end(reason)
 
-    def say(self, words: str) -> str | None:
+    def say(self, words: str, name: str = "") -> str | None:
         """The words of rank 0, on all ranks: they wait for it as long as it takes. A collective.
 
         Nothing of the process group waits, so that no timeout ends it. If a rank fails meanwhile, this process ends.
 
         Args:
             words: Of rank 0; those of others are not used.
+            name: The same on all ranks and used once, where other threads than the main one say something.
 
         Returns:
             ``None`` if nobody watches the ranks, as before and after a run.
         """
         if self._store is None:
             return None
-        self._num_said += 1
-        name = f"{self.key}/said/{self._num_said}"
+        name = f"{self.key}/said/{name or self.new_name()}"
         if self._rank == 0:
             self._store.set(name, words)
             return words
         _wait(self._store, [name])
         return self._store.get(name).decode()
 
-    def hear(self, own: bytes) -> list[bytes] | None:
+    def hear(self, own: bytes, name: str = "") -> list[bytes] | None:
         """The words of each rank on rank 0, which waits for all as long as it takes. A collective, as `say` is.
 
         Args:
             own: This rank's words.
+            name: As that of `say`.
 
         Returns:
             Nothing on other ranks; ``None`` if nobody watches the ranks.
         """
         if self._store is None:
             return None
-        self._num_said += 1
-        names = [f"{self.key}/heard/{self._num_said}/{rank}" for rank in range(self._size)]
+        name = name or self.new_name()
+        names = [f"{self.key}/heard/{name}/{rank}" for rank in range(self._size)]
         self._store.set(names[self._rank], own)  # type: ignore[arg-type] # it takes bytes, too
         if self._rank != 0:
             return []
         _wait(self._store, names)
         return [self._store.get(name) for name in names]
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the ranks are watched now."""
+        return self._store is not None
+
+    def new_name(self) -> str:
+        """A name that all ranks get that call this as often. Call it in the main thread."""
+        self._num_said += 1
+        return str(self._num_said)
+
+    def agreed_step(self, name: str, step: int | None) -> int | None:
+        """The step at which all ranks do something of which they hear at different times; ``None`` if nobody has heard.
+
+        Args:
+            name: Of that.
+            step: The present one, if this rank has heard of it. Another rank may be one step ahead or behind.
+        """
+        if self._store is None:
+            return step
+        entry = f"{self.key}/step/{name}"
+        if step is not None:
+            return int(self._store.compare_set(entry, "", str(step + 2)))
+        return int(self._store.get(entry)) if self._store.check([entry]) else None
 
     def stop(self) -> None:
         """Watch no more."""

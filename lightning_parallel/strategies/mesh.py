@@ -75,8 +75,8 @@ class MeshStrategy(MeshedStrategy):
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a missing rank; seconds or a timedelta.
         check: When the first step is compared with one process: ``"auto"`` (what fits), ``"first_step"``, ``"off"``.
-        start_method: ``"popen"`` runs the script again for each rank; ``"fork"`` serves notebooks, ``"spawn"``, ``"forkserver"``
-        checkpoint: ``"whole"``, a file of rank 0; ``"sharded"``, a folder of all; ``"auto"``: by the size of the state.
+        start_method: ``"popen"`` runs the script for each rank, ``"fork"`` serves notebooks; ``"spawn"`` and others.
+        checkpoint: ``"whole"`` (a file), ``"sharded"`` (a folder), ``"auto"``; ``"async"``, ``"async-whole"``...
         on_save_error: Where a checkpoint cannot be written, ``"raise"`` ends the run, ``"warn"`` goes on without it.
         stop_status: Exit status of a run that a signal has ended; 143 is the one of SIGTERM.
 

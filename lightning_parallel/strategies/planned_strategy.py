@@ -121,6 +121,7 @@ class PlannedStrategy(SignalledStrategy):
 
     @override
     def teardown(self) -> None:
+        self.abandon_save()
         self.end_watching()
         self.steps.close()
         self.first_step.end()

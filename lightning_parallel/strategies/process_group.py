@@ -181,6 +181,7 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.surface()
         self._streams.continue_epoch(self.module.trainer, self.root_device)
 
     @override

@@ -12,15 +12,26 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_parallel import _lightning
+from lightning_parallel.checkpoint.copies import unshared
 from lightning_parallel.checkpoint.sharded_folder import damage_of_folder, is_folder, open_folder
 from lightning_parallel.errors import CheckpointError
 from lightning_parallel.ranks.objects import of_all_ranks
+from lightning_parallel.strategies.background_saves import (
+    FORMS,
+    BackgroundExchange,
+    BackgroundSave,
+    Exchange,
+    Job,
+    Outcome,
+    is_in_background,
+)
 from lightning_parallel.strategies.checkpoint_files import CheckpointFiles, local_path, readable
 from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.refusing_strategy import RefusingStrategy
-from lightning_parallel.strategies.sharded_saves import FORMS
 
 _ON_SAVE_ERROR = ("raise", "warn")
+_AFTER_ERROR = 30.0
+"""Seconds for which a run that has failed waits for the checkpoint that is being written."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,7 @@ class Saving:
     Args:
         on_save_error: Where a checkpoint cannot be written, ``"raise"`` ends the run, ``"warn"`` goes on without it.
         stop_status: Exit status of a run that a signal has ended.
-        checkpoint: The form of checkpoints: ``"whole"``, ``"sharded"`` or ``"auto"``.
+        checkpoint: The form of checkpoints, and whether training goes on while they are written: `FORMS`.
     """
 
     on_save_error: str = "raise"
@@ -63,6 +74,8 @@ class SavingStrategy(RefusingStrategy):
         self._failures = FailureWatch()
         self._has_failed = False
         self._kept: list[Any] = []
+        self._pending: BackgroundSave | None = None
+        self._num_steps = 0
 
     @override
     def set_up_violations(self) -> list[str]:
@@ -84,7 +97,76 @@ class SavingStrategy(RefusingStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        problem, cause = self.write_checkpoint(checkpoint, filepath, storage_options)
+        self.settle()
+        job = self.save_job(checkpoint, filepath, storage_options)
+        if self._saves_in_background:
+            exchange = BackgroundExchange(self._failures, self._failures.new_name())
+            self._pending = BackgroundSave(job, exchange, filepath)
+        else:
+            self._conclude(filepath, *job(self))
+
+    @property
+    def _saves_in_background(self) -> bool:
+        return is_in_background(self._saving.checkpoint) and (self._failures.is_on or not is_shared())
+
+    def save_job(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> Job:
+        """Make a checkpoint ready to be written. A collective.
+
+        Args:
+            checkpoint: As Lightning makes it; whole on rank 0.
+            filepath: The file.
+            storage_options: As Lightning passes them on.
+
+        Returns:
+            The rest: it writes the file.
+        """
+        write, is_first = super().save_checkpoint, self.is_global_zero
+        given = unshared(checkpoint) if is_first and self._saves_in_background else checkpoint
+
+        def job(exchange: Exchange) -> Outcome:
+            cause: Exception | None = None
+            if is_first:
+                try:
+                    write(given, filepath, storage_options=storage_options)
+                except Exception as error:
+                    cause = error
+            return exchange.said_by_first("" if cause is None else _words(cause, filepath)), cause
+
+        return job
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is written in the background. A collective, if there is one.
+
+        Raises:
+            CheckpointError: If it could not be written, on all ranks.
+        """
+        if (pending := self._pending) is not None:
+            outcome = pending.wait()
+            self._pending = None
+            self._conclude(pending.path, *outcome)
+
+    def surface(self) -> None:
+        """Call it before each step, on all ranks: a checkpoint that could not be written ends them at the same one."""
+        self._num_steps += 1
+        if (pending := self._pending) is None:
+            return
+        has_heard = pending.is_over and bool(pending.outcome[0])
+        step = self._failures.agreed_step(pending.name, self._num_steps if has_heard else None)
+        if step is not None and self._num_steps >= step:
+            self.settle()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.settle()
+
+    def abandon_save(self) -> None:
+        """Let a checkpoint be completed after an error, if that is possible at all; nobody hears of it."""
+        if self._pending is not None:
+            self._pending.wait(_AFTER_ERROR)
+            self._pending = None
+
+    def _conclude(self, filepath: Any, problem: str, cause: Exception | None) -> None:
         self._has_failed = bool(problem)
         if not problem:
             self._remove_kept(filepath)
@@ -93,30 +175,10 @@ class SavingStrategy(RefusingStrategy):
         else:
             rank_zero_warn(f"{problem}. Training goes on, as on_save_error='warn' says")
 
-    def write_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
-    ) -> tuple[str, Exception | None]:
-        """Write a checkpoint in one file. A collective.
-
-        Args:
-            checkpoint: As Lightning makes it; whole on rank 0.
-            filepath: The file.
-            storage_options: As Lightning passes them on.
-
-        Returns:
-            The reason why it could not be written, on all ranks, "" if it is; and the exception on a rank that had one.
-        """
-        cause: Exception | None = None
-        if self.is_global_zero:
-            try:
-                super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-            except Exception as error:
-                cause = error
-        return self.said_by_first("" if cause is None else _words(cause, filepath)), cause
-
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         options = {} if weights_only is None else {"weights_only": weights_only}  # Lightning's, since 2.6
+        self.settle()
         path = self._intact(checkpoint_path)
         local = local_path(path)
         load = super().load_checkpoint
@@ -143,8 +205,7 @@ class SavingStrategy(RefusingStrategy):
 
     def _damage_of_parts(self, path: Path) -> str:
         """The damage of a folder, of which each rank has looked at some files. A collective."""
-        is_shared = dist.is_initialized() and dist.get_world_size() > 1
-        part = (dist.get_rank(), dist.get_world_size()) if is_shared else (0, 1)
+        part = (dist.get_rank(), dist.get_world_size()) if is_shared() else (0, 1)
         return next((found for found in of_all_ranks(damage_of_folder(path, part)) if found), "")
 
     def said_by_first(self, own: str) -> str:
@@ -168,7 +229,7 @@ class SavingStrategy(RefusingStrategy):
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         # Whoever removes a checkpoint believes that the one that should have replaced it is there.
-        if self._has_failed:
+        if self._has_failed or self._pending is not None:
             self._kept.append(filepath)
         else:
             super().remove_checkpoint(filepath)
@@ -178,6 +239,11 @@ class SavingStrategy(RefusingStrategy):
             if str(path) != str(written):
                 super().remove_checkpoint(path)
         self._kept = []
+
+
+def is_shared() -> bool:
+    """Whether there are other ranks."""
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _words(error: Exception, path: Any) -> str:

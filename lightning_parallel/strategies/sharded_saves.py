@@ -13,20 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.checkpoint.folder_writer import Contents, FolderWriter, Staging, contents_of
 from lightning_parallel.checkpoint.full_state import first_names
-from lightning_parallel.checkpoint.sharded_folder import Contents, FolderWriter, contents_of, partial_folder
+from lightning_parallel.checkpoint.sharded_folder import partial_folder
 from lightning_parallel.checkpoint.whole_file import not_written
 from lightning_parallel.errors import CheckpointError
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.ranks.mesh import build_host_group
 from lightning_parallel.ranks.objects import at_first_rank, from_first_rank
 from lightning_parallel.ranks.stage_owners import all_stage_owners
+from lightning_parallel.strategies.background_saves import Exchange, Job, Outcome
 
 if TYPE_CHECKING:
     import torch
 
-FORMS = ("auto", "whole", "sharded")
-"""Values of the argument `checkpoint`."""
 _PACKAGES = ("lightning_parallel", "torch", "lightning")
 
 
@@ -41,17 +41,16 @@ class SavingRanks(Protocol):
     def root_device(self) -> torch.device:
         """This rank's device."""
 
-    def hear_all(self, own: bytes) -> list[bytes]:
-        """The words of all ranks on rank 0, which waits for it as long as it takes. A collective."""
 
-    def said_by_first(self, own: str) -> str:
-        """The words of rank 0, on all ranks. A collective."""
-
-
-def write_in_parts(
-    ranks: SavingRanks, module: nn.Module, checkpoint: Mapping[str, Any], path: Path, manifest: Mapping[str, Any]
-) -> tuple[str, Exception | None]:
-    """Write a checkpoint to a folder, each rank what it holds. A collective.
+def parts_job(
+    ranks: SavingRanks,
+    module: nn.Module,
+    checkpoint: Mapping[str, Any],
+    path: Path,
+    manifest: Mapping[str, Any],
+    staging: Staging | None,
+) -> Job:
+    """Plan a checkpoint in a folder, of which each rank writes what it holds. A collective.
 
     Args:
         ranks: The strategy.
@@ -59,27 +58,34 @@ def write_in_parts(
         checkpoint: As Lightning makes it, with a rank's own tensors.
         path: The folder.
         manifest: What to say of the checkpoint.
+        staging: Where this rank's tensors are copied, if training goes on while they are written.
 
     Returns:
-        Why it could not be written, the same on all ranks, "" if it is; and the exception on the rank that had it.
+        The rest: it writes the folder.
     """
-    with contextlib.ExitStack() as stack:
-        saving = _Saving(ranks, path, stack)
-        try:
-            saving.plan(contents_of(checkpoint, _tied(module), _writes(module, checkpoint, ranks.global_rank)))
-        except Exception as error:
-            saving.fail(error)
-        saving.arrange()
-        saving.write()
-        saving.finish({**manifest, "versions": {name: metadata.version(name) for name in _PACKAGES}})
-        return ranks.said_by_first(saving.problem), saving.cause
+    saving = _Saving(ranks, path)
+    with saving.noting():
+        saving.plan(contents_of(checkpoint, _tied(module), _writes(module, checkpoint, ranks.global_rank)))
+    saving.arrange()
+    if staging is not None:
+        with saving.noting():
+            saving.stage(staging)
+    described = {**manifest, "versions": {name: metadata.version(name) for name in _PACKAGES}}
+
+    def job(exchange: Exchange) -> Outcome:
+        with saving.open_folder:
+            saving.write(exchange)
+            saving.finish(described)
+            return exchange.said_by_first(saving.problem), saving.cause
+
+    return job
 
 
 class _Saving:
     """One save on one rank. Each step runs on all ranks, and does nothing but exchange once one of them has failed."""
 
-    def __init__(self, ranks: SavingRanks, path: Path, stack: contextlib.ExitStack) -> None:
-        self._ranks, self._path, self._stack = ranks, path, stack
+    def __init__(self, ranks: SavingRanks, path: Path) -> None:
+        self._path, self.open_folder = path, contextlib.ExitStack()
         self._group = build_host_group(ranks.root_device.type) if dist.is_initialized() else None
         self._rank = ranks.global_rank
         self._writer: FolderWriter | None = None
@@ -88,16 +94,13 @@ class _Saving:
         self.problem = ""
         self.cause: Exception | None = None
 
-    def fail(self, error: Exception) -> None:
-        """Note why this rank cannot go on."""
-        self.cause, self.problem = error, _words(error, self._path, self._rank, self._num_bytes)
-
     @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
+    def noting(self) -> Iterator[None]:
+        """Inside this context, an error is noted as the reason why this rank cannot go on."""
         try:
             yield
         except Exception as error:
-            self.fail(error)
+            self.cause, self.problem = error, _words(error, self._path, self._rank, self._num_bytes)
 
     def plan(self, contents: Contents) -> None:
         """Find out what this rank has."""
@@ -111,26 +114,32 @@ class _Saving:
         answers: list[Any] = [(None, None, self.problem)] * len(gathered)
         if gathered:
             self.problem = next((problem for *_, problem in gathered if problem), "")
-            with self._noting():
+            with self.noting():
                 if not self.problem:
                     assert self._writer is not None
                     plans, values, sizes, _ = zip(*gathered, strict=True)
                     for each in values:
                         self._writer.add_values(each)
-                    partial = self._stack.enter_context(partial_folder(self._path, sum(sizes)))
+                    partial = self.open_folder.enter_context(partial_folder(self._path, sum(sizes)))
                     answers = [(str(partial), each, "") for each in self._writer.arrange(plans)]
             if self.problem:
                 answers = [(None, None, self.problem)] * len(gathered)
         self._folder, self._plan, self.problem = from_first_rank(answers, self._group)
 
-    def write(self) -> None:
+    def stage(self, staging: Staging) -> None:
+        """Copy what this rank is going to write."""
+        if not self.problem:
+            assert self._writer is not None
+            self._writer.stage(self._plan, staging)
+
+    def write(self, exchange: Exchange) -> None:
         """Write this rank's part."""
         written = None
         if not self.problem:
             assert self._writer is not None
-            with self._noting():
+            with self.noting():
                 written = self._writer.write(Path(self._folder), self._plan)
-        self._written = [pickle.loads(each) for each in self._ranks.hear_all(pickle.dumps((written, self.problem)))]
+        self._written = [pickle.loads(each) for each in exchange.hear_all(pickle.dumps((written, self.problem)))]
 
     def finish(self, manifest: Mapping[str, Any]) -> None:
         """Complete the folder, on rank 0."""
@@ -139,7 +148,7 @@ class _Saving:
         self.problem = next((problem for _, problem in self._written if problem), "")
         if not self.problem:
             assert self._writer is not None
-            with self._noting():
+            with self.noting():
                 written = [each for each, _ in self._written]
                 self._writer.finish(self._path, Path(self._folder), written, manifest)
 

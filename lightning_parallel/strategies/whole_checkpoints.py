@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import _lightning
+from lightning_parallel.checkpoint.folder_writer import Staging
 from lightning_parallel.checkpoint.full_state import (
     bytes_of_state,
     load_whole_optimizer_state,
@@ -22,12 +23,13 @@ from lightning_parallel.checkpoint.full_state import (
 )
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.memory import host_memory
+from lightning_parallel.strategies.background_saves import Job, form_of
 from lightning_parallel.strategies.checkpoint_files import local_path
 from lightning_parallel.strategies.optimizers import tell_missing_states
 from lightning_parallel.strategies.planned_strategy import PlannedStrategy
 from lightning_parallel.strategies.precision import widen
 from lightning_parallel.strategies.saving_strategy import Saving
-from lightning_parallel.strategies.sharded_saves import write_in_parts
+from lightning_parallel.strategies.sharded_saves import parts_job
 from lightning_parallel.strategies.streams import RandomStreams
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ class WholeCheckpointsStrategy(PlannedStrategy):
         self._has_cut_optimizers = True
         # Whether the checkpoint that is being made has the tensors of each rank.
         self._writes_parts = False
+        self._staging = Staging()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -93,20 +96,18 @@ class WholeCheckpointsStrategy(PlannedStrategy):
 
     def _chooses_parts(self) -> bool:
         """Whether the next checkpoint is a folder. A collective."""
-        if self._saving.checkpoint != "auto":
-            return self._saving.checkpoint == "sharded"
+        if (form := form_of(self._saving.checkpoint)) != "auto":
+            return form == "sharded"
         room = host_memory() // max(1, self.num_processes) // _SHARE_OF_MEMORY
         return self.said_by_first(str(bytes_of_state(self.module, self.optimizers) > room)) == str(True)
 
     @override
-    def write_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
-    ) -> tuple[str, Exception | None]:
+    def save_job(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> Job:
         if not self._writes_parts:
-            return super().write_checkpoint(checkpoint, filepath, storage_options)
+            return super().save_job(checkpoint, filepath, storage_options)
         self._writes_parts = False  # a dict that a user makes has whole tensors
         if (path := local_path(filepath)) is None:
-            return _NOT_HERE.format(filepath), None
+            return lambda exchange: (_NOT_HERE.format(filepath), None)
         known = ("epoch", "global_step", "pytorch-lightning_version")
         manifest = {
             "strategy": type(self).__name__,
@@ -115,7 +116,8 @@ class WholeCheckpointsStrategy(PlannedStrategy):
             "dtypes": sorted({str(value.dtype) for value in self.module.parameters()}),
             **{name: checkpoint[name] for name in known if name in checkpoint},
         }
-        return write_in_parts(self, self.module, checkpoint, path, manifest)
+        staging = self._staging if self._saves_in_background else None
+        return parts_job(self, self.module, checkpoint, path, manifest, staging)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

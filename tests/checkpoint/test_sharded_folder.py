@@ -18,14 +18,8 @@ import pytest
 import torch
 
 from lightning_parallel import CheckpointError
-from lightning_parallel.checkpoint.sharded_folder import (
-    FolderWriter,
-    contents_of,
-    damage_of_folder,
-    open_folder,
-    partial_folder,
-    read_manifest,
-)
+from lightning_parallel.checkpoint.folder_writer import FolderWriter, contents_of
+from lightning_parallel.checkpoint.sharded_folder import damage_of_folder, open_folder, partial_folder, read_manifest
 from lightning_parallel.checkpoint.stored_tensors import StoredFolder
 from lightning_parallel.checkpoint.whole_file import remove_partial
 from lightning_parallel.strategies.checkpoint_files import readable

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_parallel import CheckpointError
-from lightning_parallel.checkpoint.sharded_folder import FolderWriter
+from lightning_parallel.checkpoint.folder_writer import FolderWriter
 from tests.data import loader
 from tests.models.pipelined import DeepTied
 from tests.names import num_readers

@@ -1,0 +1,42 @@
+"""Copies of checkpoints, which training does not change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def unshared(value: Any) -> Any:
+    """A copy of containers and tensors in host memory; tensors that share memory share it in the copy, too.
+
+    Args:
+        value: A checkpoint.
+    """
+    memories: dict[int, Tensor] = {}
+
+    def copied(each: Any) -> Any:
+        if isinstance(each, Tensor):
+            return _copied_tensor(each, memories)
+        if isinstance(each, Mapping) and hasattr(each, "copy"):
+            twin: Any = each.copy()
+            twin.update({key: copied(inner) for key, inner in each.items()})
+            return twin
+        if type(each) in (list, tuple, set):
+            return type(each)(copied(inner) for inner in each)
+        return each
+
+    return copied(value)
+
+
+def _copied_tensor(tensor: Tensor, memories: dict[int, Tensor]) -> Tensor:
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or not tensor.is_cpu:
+        return tensor.detach().clone()
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() not in memories:
+        whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+        memories[storage.data_ptr()] = whole.clone()
+    own = memories[storage.data_ptr()].untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype).set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
