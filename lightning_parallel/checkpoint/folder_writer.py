@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from lightning_parallel.checkpoint.copies import unshared
-from lightning_parallel.checkpoint.sharded_folder import FORMAT, MANIFEST, MODEL, OPTIMIZERS, REST, described, put
-from lightning_parallel.checkpoint.whole_file import sync_folder, write_whole
+from lightning_parallel.checkpoint.sharded_folder import FORMAT, MANIFEST, MODEL, OPTIMIZERS, REST, described
+from lightning_parallel.checkpoint.whole_file import write_whole
+from lightning_parallel.checkpoint.whole_folder import put
 from lightning_parallel.errors import CheckpointError
 from lightning_parallel.ranks.dtensors import local_of
 
@@ -204,9 +205,7 @@ class FolderWriter:
             json.dump(own, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        sync_folder(partial)
         put(partial, path)
-        sync_folder(path.parent)
 
     def add_values(self, values: Mapping[tuple[int, int, str], Any]) -> None:
         """Add to the rest of the checkpoint what other ranks have that is no tensor. On rank 0 alone."""

@@ -5,21 +5,13 @@ Tensors are in the files of torch.distributed.checkpoint, all else in `rest.pt`,
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
-import fcntl
 import hashlib
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning_parallel.checkpoint.stored_tensors import StoredFolder, StoredTensors
-from lightning_parallel.checkpoint.whole_file import PARTIAL, not_written, remove_partial
 from lightning_parallel.errors import CheckpointError
 
 FORMAT = 1
@@ -27,38 +19,6 @@ FORMAT = 1
 MANIFEST, REST = "manifest.json", "rest.pt"
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 _BLOCK = 1 << 22
-_AT_CWD, _EXCHANGE = -100, 2
-"""Arguments of Linux's renameat2: paths from the working directory, and that the two change places."""
-
-
-@contextlib.contextmanager
-def partial_folder(path: Path, num_bytes: int) -> Iterator[Path]:
-    """A new folder beside `path`, in which a checkpoint is written; removed again if it has not got another name.
-
-    Args:
-        path: Where the checkpoint is going to be.
-        num_bytes: Bytes that it needs.
-
-    Raises:
-        CheckpointError: If there is no room, or nothing can be written there.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_partial(path.parent)
-        if num_bytes > shutil.disk_usage(path.parent).free:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        partial = path.parent / PARTIAL.replace("*", secrets.token_hex(8))
-        partial.mkdir()
-    except OSError as error:
-        raise CheckpointError(not_written(path, error, num_bytes)) from error
-    lock = os.open(partial, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # file systems without locks
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield partial
-    finally:
-        os.close(lock)
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def is_folder(path: Path) -> bool:
@@ -135,26 +95,6 @@ def open_folder(path: Path, load: Callable[[Path], dict[str, Any]]) -> dict[str,
             state["state"][number] = entries = StoredTensors(folder, f"{prefix}{number}.")
             entries.update(values.get(number, {}))
     return checkpoint
-
-
-def put(partial: Path, path: Path) -> None:
-    """Give a folder the name under which it is read. What has that name is there until then, where Linux can do that.
-
-    Args:
-        partial: The folder, written.
-        path: The name.
-    """
-    if not path.exists():
-        partial.rename(path)
-        return
-    exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    names = os.fsencode(partial), os.fsencode(path)
-    if exchange is not None and exchange(_AT_CWD, names[0], _AT_CWD, names[1], _EXCHANGE) == 0:
-        return  # whoever has made `partial` removes it, and with that what was replaced
-    old = partial.with_name(PARTIAL.replace("*", secrets.token_hex(8)))
-    path.rename(old)
-    partial.rename(path)
-    shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()
 
 
 def described(file: Path) -> dict[str, Any]:

@@ -115,6 +115,18 @@ class StoredTensors(MutableMapping[str, Any]):
         known = {**self._stored, **others}
         self._stored = {name: known[name] for name in [*order, *known] if name in known}
 
+    def described(self) -> dict[str, Any]:
+        """The same without the tensors' values, on the meta device; tied names have one tensor."""
+        known: dict[str, Tensor] = {}
+
+        def of(stored: Any) -> Any:
+            if isinstance(stored, _Key) and stored not in known:
+                each = self._folder.tensors[stored]
+                known[stored] = torch.empty(each.size, dtype=each.properties.dtype, device="meta")
+            return known[stored] if isinstance(stored, _Key) else stored
+
+        return {name: of(stored) for name, stored in self._stored.items()}
+
     def shape_of(self, name: str) -> torch.Size | None:
         """The shape of a tensor in the files, which is not read; ``None`` for what is not there."""
         stored = self._stored[name]

@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
@@ -39,25 +39,58 @@ def write_whole(value: Any, path: Path) -> None:
     """
     num_bytes = bytes_of_tensors(value)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_partial(path.parent)
-        if num_bytes > shutil.disk_usage(path.parent).free:  # at once, and not when the disk is full
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        partial, file = _open_partial(path.parent)
-        try:
-            with file:
-                torch.save(value, sink := _Sink(file))  # type: ignore[arg-type] # it needs `write` and `flush`
-                if sink.error is not None:
-                    raise sink.error
-                file.flush()
-                os.fsync(file.fileno())
-                partial.replace(path)  # before it is closed, and with that unlocked
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+        with written_aside(path, num_bytes) as file:
+            save_into(value, file)
     except OSError as error:
         raise CheckpointError(not_written(path, error, num_bytes)) from error
+
+
+@contextlib.contextmanager
+def written_aside(path: Path, num_bytes: int) -> Iterator[BufferedWriter]:
+    """A file to write beside `path`, whose place it takes at the end; after an error `path` is what it was before.
+
+    Args:
+        path: The file, in a folder that is made if it is not there.
+        num_bytes: What will be written at least.
+
+    Raises:
+        OSError: If it cannot be written, and before anything is if there is no room for `num_bytes`.
+
+    Example:
+        >>> with written_aside(path, len(data)) as file:
+        ...     file.write(data)
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_partial(path.parent)
+    check_room(path.parent, num_bytes)
+    partial, file = _open_partial(path.parent)
+    try:
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(path)  # before it is closed, and with that unlocked
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def save_into(value: Any, file: BufferedWriter) -> None:
+    """Save `value` as `torch.save` does.
+
+    Raises:
+        OSError: As the disk gave it, which `torch.save` would replace by an error of its own.
+    """
+    torch.save(value, sink := _Sink(file))  # type: ignore[arg-type] # it needs `write` and `flush`
+    if sink.error is not None:
+        raise sink.error
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Raise the error of a full disk at once, and not when it is full, if `folder` has no room for `num_bytes`."""
+    if num_bytes > shutil.disk_usage(folder).free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def remove_partial(folder: Path) -> None:

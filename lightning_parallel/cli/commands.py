@@ -47,18 +47,7 @@ def run(command: str) -> None:
     for name in ("pytorch.utilities.rank_zero", "fabric.strategies.launchers.subprocess_script"):
         logging.getLogger(f"lightning.{name}").addFilter(_is_news)
     try:
-        if command == "strategies":
-            print(describe_strategies(sys.argv[2:]), end="")
-        elif command == "devices":
-            print("\n".join(visible_devices() or ["no accelerator; the host can be used (--trainer.accelerator=cpu)"]))
-        elif command == "explain":
-            _explain()
-        elif command == "verify":
-            from lightning_parallel.cli.verify import verify
-
-            sys.exit(verify(sys.argv[2:]))
-        else:
-            LightningCLI(save_config_callback=_SaveConfigBesideLogs)
+        _answer(command)
     except (ConfigurationError, FirstStepError, CheckpointError) as error:
         first = first_failure(error)
         # All raise the latter two, and rank 0 has the words; of the others, each that says something else is heard.
@@ -75,6 +64,29 @@ def run(command: str) -> None:
             raise
         _tell_failure(error, first)
         sys.exit(1)
+
+
+def _answer(command: str) -> None:
+    if command == "strategies":
+        print(describe_strategies(sys.argv[2:]), end="")
+    elif command == "devices":
+        print("\n".join(visible_devices() or ["no accelerator; the host can be used (--trainer.accelerator=cpu)"]))
+    elif command == "explain":
+        _explain()
+    elif command == "verify":
+        from lightning_parallel.cli.verify import verify
+
+        sys.exit(verify(sys.argv[2:]))
+    elif command == "inspect":
+        from lightning_parallel.cli.inspect_checkpoint import inspect as inspect_checkpoint
+
+        sys.exit(inspect_checkpoint(sys.argv[2:]))
+    elif command == "export":
+        from lightning_parallel.cli.export import export
+
+        sys.exit(export(sys.argv[2:]))
+    else:
+        LightningCLI(save_config_callback=_SaveConfigBesideLogs)
 
 
 def _tell_failure(error: Exception, first: FirstFailure) -> None:

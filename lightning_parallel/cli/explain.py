@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_parallel.cli.byte_sizes import in_words
 from lightning_parallel.module.layer_stacks import Stack, find_layers
 from lightning_parallel.strategies.planned_strategy import PlannedStrategy
 from lightning_parallel.techniques.sharding import ROOT, ShardingPlan
@@ -112,21 +113,13 @@ def _memory(sharding: ShardingPlan, num_sharers: int, policies: Policies) -> str
     # Mixed precision gathers parameters in another dtype than that in which they are kept.
     sizes = sharding.num_bytes if dtype is None else tuple(numel * dtype.itemsize for numel in sharding.numel)
     unit = sharding.units[sizes.index(max(sizes))] or "the rest"
-    gathered = f"the largest unit has {_size(max(sizes))} when it is gathered ({unit})"
+    gathered = f"the largest unit has {in_words(max(sizes))} when it is gathered ({unit})"
     if policies.reshard == "never":
-        gathered = f"from forward to backward all are gathered, {_size(sum(sizes))}"
+        gathered = f"from forward to backward all are gathered, {in_words(sum(sizes))}"
     return (
-        f"  a rank keeps {_size(total / num_sharers)} of {_size(total)} of parameters, as much of gradients, and twice "
-        f"that of moments of AdamW; {gathered}"
+        f"  a rank keeps {in_words(total / num_sharers)} of {in_words(total)} of parameters, as much of gradients, "
+        f"and twice that of moments of AdamW; {gathered}"
     )
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024 or unit == "GiB":
-            break
-        num_bytes /= 1024
-    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
 
 
 def _collapsed(plan: Plan, units: Sequence[str]) -> list[str]:

@@ -11,6 +11,8 @@ usage: lightning-parallel COMMAND [options]
   fit | validate | test | predict   run a recipe: --config recipe.yaml --strategy=NAME:option=value,...
   verify                            a recipe under its strategy against one process, on the CPU
   explain                           what a recipe's strategy would do to each layer; the options of fit
+  inspect CKPT                      what a checkpoint holds, and whether it is intact
+  export CKPT --to FORMAT --out P   its weights as safetensors | huggingface | lightning | torch
   strategies [NAME]                 the names that --strategy takes, and the options of each, or of one
   devices                           the accelerators of this machine
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.checkpoint.folder_writer import Contents, FolderWriter, Staging, contents_of
 from lightning_parallel.checkpoint.full_state import first_names
-from lightning_parallel.checkpoint.sharded_folder import partial_folder
 from lightning_parallel.checkpoint.whole_file import not_written
+from lightning_parallel.checkpoint.whole_folder import partial_folder
 from lightning_parallel.errors import CheckpointError
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.ranks.mesh import build_host_group
@@ -156,7 +156,7 @@ class _Saving:
 def _words(error: Exception, path: Path, rank: int, num_bytes: int) -> str:
     if isinstance(error, CheckpointError):
         return str(error)
-    if isinstance(error, OSError) and path.parent.is_dir():
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
         return not_written(path, error, num_bytes)
     return (
         f"the checkpoint {path} could not be written: rank {rank} raised {type(error).__name__}: {error}. Write to "

@@ -19,9 +19,10 @@ import torch
 
 from lightning_parallel import CheckpointError
 from lightning_parallel.checkpoint.folder_writer import FolderWriter, contents_of
-from lightning_parallel.checkpoint.sharded_folder import damage_of_folder, open_folder, partial_folder, read_manifest
+from lightning_parallel.checkpoint.sharded_folder import damage_of_folder, open_folder, read_manifest
 from lightning_parallel.checkpoint.stored_tensors import StoredFolder
 from lightning_parallel.checkpoint.whole_file import remove_partial
+from lightning_parallel.checkpoint.whole_folder import partial_folder
 from lightning_parallel.strategies.checkpoint_files import readable
 
 ROOT = Path(__file__).parents[2]
@@ -205,7 +206,7 @@ def test_the_folder_of_a_writer_at_work_is_not_removed(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_too_small(small_disk: Path) -> None:
     write(small_disk / "a.ckpt", checkpoint_of(WEIGHT[:10_000]))
-    with pytest.raises(CheckpointError, match=r"No space left on device\. Its tensors take 1,600,004 bytes, and 9"):
+    with pytest.raises(OSError, match="No space left on device"):
         write(small_disk / "a.ckpt", checkpoint_of(torch.zeros(200_000)))
     unlimited = mock.Mock(free=2**40)
     with mock.patch("shutil.disk_usage", return_value=unlimited), pytest.raises(OSError, match="No space left"):
