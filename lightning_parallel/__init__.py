@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from lightning_parallel.cli.explain import explain
     from lightning_parallel.cli.lightning_cli import LightningCLI
     from lightning_parallel.dtypes import DtypePolicy
-    from lightning_parallel.errors import CheckpointError, ConfigurationError, FirstStepError, RanksDifferError
+    from lightning_parallel.errors import (
+        CheckpointError,
+        ConfigurationError,
+        FirstStepError,
+        NonFiniteError,
+        RanksDifferError,
+    )
     from lightning_parallel.presets import build_strategy
     from lightning_parallel.ranks.degrees import Degrees
     from lightning_parallel.strategies.data_parallel import DataParallelStrategy
@@ -35,6 +41,7 @@ __all__ = [
     "FirstStepError",
     "LightningCLI",
     "MeshStrategy",
+    "NonFiniteError",
     "RanksDifferError",
     "ZeroStrategy",
     "build_strategy",
@@ -52,6 +59,7 @@ _MODULES = {
     "FirstStepError": "errors",
     "LightningCLI": "cli.lightning_cli",
     "MeshStrategy": "strategies.mesh",
+    "NonFiniteError": "errors",
     "RanksDifferError": "errors",
     "ZeroStrategy": "strategies.zero",
     "build_strategy": "presets",

@@ -76,6 +76,14 @@ class RanksDifferError(RuntimeError):
     """
 
 
+class NonFiniteError(RuntimeError):
+    """The loss or gradients were not finite in too many updates in a row; all of these have been skipped.
+
+    Example:
+        >>> Trainer(callbacks=[NonFinite(10)])  # raises it after 10 in a row
+    """
+
+
 def check(violations: Iterable[str]) -> None:
     """Raise a :class:`ConfigurationError` with all `violations`, or return if there are none."""
     found = [violation for violation in violations if violation]

@@ -5,6 +5,7 @@ from lightning_parallel.callbacks.batch_size import BatchSizeFinder
 from lightning_parallel.callbacks.global_batch import GlobalBatch
 from lightning_parallel.callbacks.gradient_norm import GradientNorm
 from lightning_parallel.callbacks.learning_rate import ScaledLearningRate
+from lightning_parallel.callbacks.non_finite import NonFinite
 from lightning_parallel.callbacks.token_weighted import TokenWeighted
 from lightning_parallel.callbacks.verify import Verify
 
@@ -13,6 +14,7 @@ __all__ = [
     "ExponentialMovingAverage",
     "GlobalBatch",
     "GradientNorm",
+    "NonFinite",
     "ScaledLearningRate",
     "TokenWeighted",
     "Verify",

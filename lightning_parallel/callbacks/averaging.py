@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
+from lightning_parallel.callbacks.non_finite import has_skipped_batch
 from lightning_parallel.callbacks.strategy_protocol import cuts_batches, refuse
 from lightning_parallel.checkpoint.full_state import full_state_dict as whole_model
 from lightning_parallel.checkpoint.full_state import whole
@@ -32,8 +33,8 @@ class ExponentialMovingAverage(Callback):
     ``average = decay * average + (1 - decay) * weights`` after a step; the first update takes the weights as they are,
     as `torch.optim.swa_utils.AveragedModel` does. A step is a training batch after which ``trainer.global_step`` has
     grown: accumulated microbatches do not count, and under manual optimization the steps of several optimizers in one
-    batch count once. Each rank holds the average of its own shards only. That of 16-bit parameters is in 32 bits,
-    because small changes would be rounded away.
+    batch count once; steps that `NonFinite` skips do not. Each rank holds the average of its own shards only. That of
+    16-bit parameters is in 32 bits, because small changes would be rounded away.
 
     Training goes on from the raw weights, which are also those of checkpoints; the average is in the callback's own
     state there, whole, and goes on under any strategy and number of ranks. Validation during ``fit`` sees the average
@@ -161,9 +162,9 @@ class ExponentialMovingAverage(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._has_batches = True
-        if trainer.global_step == self._global_step:
+        has_stepped, self._global_step = trainer.global_step != self._global_step, trainer.global_step
+        if not has_stepped or has_skipped_batch(trainer):
             return
-        self._global_step = trainer.global_step
         self._steps += 1
         if self._steps > self._start_step and self._steps % self._every_n_steps == 0:
             self._update(pl_module)

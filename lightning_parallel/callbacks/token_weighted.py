@@ -122,6 +122,11 @@ class TokenWeighted(Callback):
         assert self._unit is not None
         return self._unit
 
+    @property
+    def weighs_nothing(self) -> Tensor | None:
+        """Whether the loss of the latest backward is a mean over no token, which is no number and weighs nothing."""
+        return self._window.is_over_nothing
+
     def take_total(self, tokens: Tensor) -> None:
         """Take the number of tokens of a batch from the rank that has seen its losses."""
         self._given = tokens
@@ -280,6 +285,10 @@ class _Window:
         self.finished_total: Tensor | None = None
         self.loss_sum = torch.zeros(())
         self._latest: Tensor | None = None
+
+    @property
+    def is_over_nothing(self) -> Tensor | None:
+        return None if self._latest is None else self._latest == 0
 
     def add(self, tokens: Tensor) -> None:
         self.tokens = tokens if self.tokens is None else self.tokens + tokens

@@ -52,6 +52,32 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) ->
 
 
 @torch.no_grad()
+def gradients_are_finite(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Whether the gradients that this rank has a part of have finite norms. No collective.
+
+    Norms are in 32 bits at least: in 16, that of many elements is infinite where none of them is.
+
+    Args:
+        parameters: Parameters; those without a gradient are left out.
+
+    Returns:
+        A scalar of `torch.bool`, on the device of the gradients.
+    """
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for gradient in _local_gradients(parameters):
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        by_kind[values.device, values.dtype].append(values)
+    norms = [
+        norm
+        for (_, dtype), group in by_kind.items()
+        for norm in torch._foreach_norm(group, 2, dtype=torch.promote_types(dtype, torch.float32))
+    ]
+    if not norms:
+        return torch.tensor(True)
+    return torch.stack([norm.to(norms[0].device, norms[0].dtype) for norm in norms]).isfinite().all()
+
+
+@torch.no_grad()
 def clip_gradients_by_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale gradients in place so that their total norm is at most `max_norm`.
 
