@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_parallel.ranks.dtensors import local_of
 
-def unshared(value: Any) -> Any:
+
+def unshared(value: Any, living: Collection[int] | None = None) -> Any:
     """A copy of containers and tensors in host memory; tensors that share memory share it in the copy, too.
 
     Args:
-        value: A checkpoint.
+        value: A checkpoint, or a part of one.
+        living: Where the memory is that may change, as `memory_of` has it; other tensors are not copied. ``None`` for
+            any.
     """
     memories: dict[int, Tensor] = {}
 
     def copied(each: Any) -> Any:
         if isinstance(each, Tensor):
-            return _copied_tensor(each, memories)
+            return each if living is not None and memory_of(each) not in living else _copied_tensor(each, memories)
         if isinstance(each, Mapping) and hasattr(each, "copy"):
             twin: Any = each.copy()
             twin.update({key: copied(inner) for key, inner in each.items()})
@@ -29,6 +34,13 @@ def unshared(value: Any) -> Any:
         return each
 
     return copied(value)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The place of a tensor's memory, of its local part if it is sharded; 0 for kinds that have none."""
+    with contextlib.suppress(NotImplementedError, RuntimeError):
+        return local_of(tensor).untyped_storage().data_ptr()
+    return 0
 
 
 def _copied_tensor(tensor: Tensor, memories: dict[int, Tensor]) -> Tensor:

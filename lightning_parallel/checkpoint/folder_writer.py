@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing_extensions import override
 from lightning_parallel.checkpoint.copies import unshared
 from lightning_parallel.checkpoint.sharded_folder import FORMAT, MANIFEST, MODEL, OPTIMIZERS, REST, described
 from lightning_parallel.checkpoint.whole_file import write_whole
-from lightning_parallel.checkpoint.whole_folder import put
+from lightning_parallel.checkpoint.whole_folder import put, sync_file
 from lightning_parallel.errors import CheckpointError
 from lightning_parallel.ranks.dtensors import local_of
 
@@ -182,7 +183,13 @@ class FolderWriter:
         prefix = plan.storage_data.prefix
         with _errors_of_the_disk():
             results = writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
-        return Written(list(results), {file.name: described(file) for file in sorted(partial.glob(f"{prefix}*"))})
+        files = sorted(partial.glob(f"{prefix}*"))
+        with ThreadPoolExecutor(1) as disk:  # which brings files to the disk while their checksums are computed
+            synced = [disk.submit(sync_file, file) for file in files]
+            found = {file.name: described(file) for file in files}
+            for each in synced:
+                each.result()
+        return Written(list(results), found)
 
     def finish(self, path: Path, partial: Path, written: Sequence[Written], manifest: Mapping[str, Any]) -> None:
         """Complete the folder, and give it its name. On rank 0 alone.
@@ -194,6 +201,7 @@ class FolderWriter:
             manifest: What to say of the checkpoint.
         """
         self._writer(partial).finish(self._metadata, [each.results for each in written])
+        sync_file(partial / ".metadata")
         try:
             write_whole(self._contents.rest, partial / REST)
         except CheckpointError as error:
@@ -213,7 +221,7 @@ class FolderWriter:
             self._contents.rest[OPTIMIZERS][index]["state"].setdefault(number, {})[name] = value
 
     def _writer(self, partial: Path) -> FileSystemWriter:
-        writer = FileSystemWriter(partial, thread_count=1)
+        writer = FileSystemWriter(partial, thread_count=1, sync_files=False)
         writer.set_up_storage_writer(self._rank == 0, rank=self._rank, use_collectives=True)
         return writer
 

@@ -185,9 +185,8 @@ def _read_into(targets: Mapping[str, Any], stored: StoredTensors, *, strict: boo
     if not fit or (strict and len(known) != max(len(stored), len(targets))):
         # The module's own hooks may give tensors other names or shapes; else torch says what does not fit.
         return OrderedDict((name, stored.part_like(name, targets.get(name))) for name in stored)
-    for name in known:
-        if stored.shape_of(name) is not None and not is_placeholder(targets[name]):
-            stored.read_into(name, targets[name])
+    is_read = {n: targets[n] for n in known if stored.shape_of(n) is not None and not is_placeholder(targets[n])}
+    stored.read_into(is_read)
     return OrderedDict((name, stored[name] if stored.shape_of(name) is None else targets[name]) for name in known)
 
 
@@ -199,11 +198,15 @@ def load_whole_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -
         state: Whole tensors in host memory; every rank has all of it.
     """
     parameters = _parameters(optimizer)
+    reads: dict[str, Tensor] = {}
     shards = {
-        number: _part_of_entries(entries, parameters[number])
+        number: _part_of_entries(entries, parameters[number], reads)
         for number, entries in state["state"].items()
         if not is_placeholder(parameters[number])
     }
+    folders = {id(e.folder): e.folder for e in state["state"].values() if isinstance(e, StoredTensors)}
+    for folder in folders.values():
+        folder.read(reads)
     optimizer.load_state_dict({**state, "state": shards})
 
 
@@ -317,9 +320,10 @@ def _like(value: Any, target: Any) -> Any:
     return sharded_like(value, target)
 
 
-def _part_of_entries(entries: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+def _part_of_entries(entries: Mapping[str, Any], parameter: Tensor, reads: dict[str, Tensor]) -> dict[str, Any]:
+    """This rank's part of the state of a parameter; what of it is in files is to be read, as `reads` has it then."""
     if isinstance(entries, StoredTensors):
-        parts = ((name, entries.part_like(name, parameter)) for name in entries)
+        parts = ((name, entries.part_like(name, parameter, reads)) for name in entries)
         return {name: part if isinstance(part, DTensor) else _like_state(part, parameter) for name, part in parts}
     return {name: _like_state(value, parameter) for name, value in entries.items()}
 

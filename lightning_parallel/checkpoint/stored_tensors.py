@@ -44,16 +44,15 @@ class StoredFolder(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
 
-    def read(self, key: str, into: Tensor) -> None:
-        """Read a tensor, or the part of it that `into` is. No collective.
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        """Read tensors, or this rank's parts of them. No collective.
 
         Args:
-            key: Its name.
-            into: A tensor of the stored shape, or a DTensor of which this rank's part is read.
+            targets: Key -> a tensor of the stored shape, or a DTensor of which this rank's part is read.
         """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads by itself
-            dcp.load({key: into}, storage_reader=self, no_dist=True)
+            dcp.load(dict(targets), storage_reader=self, no_dist=True)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -79,7 +78,7 @@ class StoredTensors(MutableMapping[str, Any]):
     """
 
     def __init__(self, folder: StoredFolder, prefix: str, aliases: Mapping[str, str] | None = None) -> None:
-        self._folder, self._prefix = folder, prefix
+        self.folder, self._prefix = folder, prefix
         own = {key.removeprefix(prefix): key for key in folder.tensors if key.startswith(prefix)}
         tied = {alias: own[name] for alias, name in (aliases or {}).items()}
         self._stored: dict[str, Any] = {name: _Key(key) for name, key in {**own, **tied}.items()}
@@ -88,9 +87,9 @@ class StoredTensors(MutableMapping[str, Any]):
         stored = self._stored[name]
         if not isinstance(stored, _Key):
             return stored
-        described = self._folder.tensors[stored]
+        described = self.folder.tensors[stored]
         whole = torch.empty(described.size, dtype=described.properties.dtype)
-        self._folder.read(stored, whole)
+        self.folder.read({stored: whole})
         return whole
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -121,7 +120,7 @@ class StoredTensors(MutableMapping[str, Any]):
 
         def of(stored: Any) -> Any:
             if isinstance(stored, _Key) and stored not in known:
-                each = self._folder.tensors[stored]
+                each = self.folder.tensors[stored]
                 known[stored] = torch.empty(each.size, dtype=each.properties.dtype, device="meta")
             return known[stored] if isinstance(stored, _Key) else stored
 
@@ -130,32 +129,35 @@ class StoredTensors(MutableMapping[str, Any]):
     def shape_of(self, name: str) -> torch.Size | None:
         """The shape of a tensor in the files, which is not read; ``None`` for what is not there."""
         stored = self._stored[name]
-        return self._folder.tensors[stored].size if isinstance(stored, _Key) else None
+        return self.folder.tensors[stored].size if isinstance(stored, _Key) else None
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Read a tensor into `target`, or this rank's part of it. No collective.
+    def read_into(self, targets: Mapping[str, Tensor]) -> None:
+        """Read tensors into others, or this rank's parts of them. No collective.
 
         Args:
-            name: The name of a tensor in the files.
-            target: A tensor of its whole shape, which may be sharded.
+            targets: The name of a tensor in the files -> a tensor of its whole shape, which may be sharded.
         """
-        self._folder.read(self._stored[name], target)
+        self.folder.read({self._stored[name]: target for name, target in targets.items()})
 
-    def part_like(self, name: str, like: Tensor | None) -> Any:
+    def part_like(self, name: str, like: Tensor | None, reads: dict[str, Tensor] | None = None) -> Any:
         """The value of this name: this rank's part of it, if `like` is sharded and has its shape.
 
         Args:
             name: The name.
             like: A tensor, maybe sharded.
+            reads: Takes what the part is to be filled with, for `StoredFolder.read` of many at once.
         """
         if not isinstance(like, DTensor) or self.shape_of(name) != like.shape:
             return self[name]
-        described = self._folder.tensors[self._stored[name]]
+        described = self.folder.tensors[self._stored[name]]
         local = torch.empty_like(like.to_local(), dtype=described.properties.dtype)
         part = DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
-        self.read_into(name, part)
+        if reads is None:
+            self.read_into({name: part})
+        else:
+            reads[self._stored[name]] = part
         return part
 
 

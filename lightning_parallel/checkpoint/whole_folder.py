@@ -36,7 +36,7 @@ def folder_aside(path: Path, num_bytes: int) -> Iterator[Path]:
     with partial_folder(path, num_bytes) as partial:
         yield partial
         for each in partial.iterdir():
-            _sync_file(each)
+            sync_file(each)
         put(partial, path)
 
 
@@ -101,6 +101,11 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _sync_file(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Bring a file to the disk.
+
+    Raises:
+        OSError: If that is impossible.
+    """
     with path.open("rb") as file:
         os.fsync(file.fileno())

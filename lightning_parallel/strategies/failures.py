@@ -217,10 +217,10 @@ class FailureWatch:
 
 def _wait(store: dist.Store, names: list[str]) -> None:
     """Wait for entries of a store, without its timeout."""
-    pause = _SHORTEST
+    began = time.monotonic()
     while not store.check(names):
-        time.sleep(pause)
-        pause = min(2 * pause, POLL)
+        # A small part of what has been waited for already, so that little is added to it.
+        time.sleep(min(max(_SHORTEST, (time.monotonic() - began) / 50), POLL))
 
 
 def _words(exception: BaseException) -> str:

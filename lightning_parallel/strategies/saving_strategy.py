@@ -9,10 +9,11 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_parallel import _lightning
-from lightning_parallel.checkpoint.copies import unshared
+from lightning_parallel.checkpoint.copies import memory_of, unshared
 from lightning_parallel.checkpoint.sharded_folder import damage_of_folder, is_folder, open_folder
 from lightning_parallel.errors import CheckpointError
 from lightning_parallel.ranks.objects import of_all_ranks
@@ -121,7 +122,7 @@ class SavingStrategy(RefusingStrategy):
             The rest: it writes the file.
         """
         write, is_first = super().save_checkpoint, self.is_global_zero
-        given = unshared(checkpoint) if is_first and self._saves_in_background else checkpoint
+        given = self._unshared(checkpoint) if is_first and self._saves_in_background else checkpoint
 
         def job(exchange: Exchange) -> Outcome:
             cause: Exception | None = None
@@ -133,6 +134,15 @@ class SavingStrategy(RefusingStrategy):
             return exchange.said_by_first("" if cause is None else _words(cause, filepath)), cause
 
         return job
+
+    def _unshared(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """A copy of what training may change; tensors that were gathered for the checkpoint are nobody else's."""
+        assert self.lightning_module is not None
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        held = [*self.lightning_module.state_dict().values(), *(each for state in states for each in state.values())]
+        living = {memory_of(each) for each in held if isinstance(each, Tensor)}
+        own = ("state_dict", "optimizer_states")
+        return {key: unshared(value, living if key in own else None) for key, value in checkpoint.items()}
 
     def settle(self) -> None:
         """Wait for the checkpoint that is written in the background. A collective, if there is one.
