@@ -93,6 +93,12 @@ def contents_of(checkpoint: Mapping[str, Any], tied: Mapping[str, str], is_writt
     return Contents(tensors, values, rest, aliases)
 
 
+def bytes_of_plan(plan: SavePlan) -> int:
+    """Bytes of the tensors that a rank shall write."""
+    tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
+    return sum(each.chunk.sizes.numel() * each.properties.dtype.itemsize for each in tensors)
+
+
 class Staging:
     """Copies of tensors in host memory, from which they are written while training changes them; used again each time.
 

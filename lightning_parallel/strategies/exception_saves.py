@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_parallel.strategies.saving_strategy import SavingStrategy
 from lightning_parallel.techniques.sharding import abandon_step
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class ExceptionSaves:
             self._decided = exception, self._all_say(where)
         if self._decided[1]:
             abandon_step(module)  # units that the step has left gathered have no shards to save
-            save(trainer, module, exception)
+            with cast(SavingStrategy, trainer.strategy).waiting_for_saves():
+                save(trainer, module, exception)
             return
         last = callback.last_model_path or callback.best_model_path
         exception.add_note(

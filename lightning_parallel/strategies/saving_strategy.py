@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,7 @@ class SavingStrategy(RefusingStrategy):
         self._kept: list[Any] = []
         self._pending: BackgroundSave | None = None
         self._num_steps = 0
+        self._waits = False
 
     @override
     def set_up_violations(self) -> list[str]:
@@ -108,7 +111,17 @@ class SavingStrategy(RefusingStrategy):
 
     @property
     def _saves_in_background(self) -> bool:
-        return is_in_background(self._saving.checkpoint) and (self._failures.is_on or not is_shared())
+        is_asked_for = is_in_background(self._saving.checkpoint) and not self._waits
+        return is_asked_for and (self._failures.is_on or not is_shared())
+
+    @contextmanager
+    def waiting_for_saves(self) -> Iterator[None]:
+        """Inside this context, a save returns when the checkpoint is there: the process may be about to end."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
 
     def save_job(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> Job:
         """Make a checkpoint ready to be written. A collective.

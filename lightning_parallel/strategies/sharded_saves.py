@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.checkpoint.folder_writer import Contents, FolderWriter, Staging, contents_of
+from lightning_parallel.checkpoint.folder_writer import Contents, FolderWriter, Staging, bytes_of_plan, contents_of
 from lightning_parallel.checkpoint.full_state import first_names
 from lightning_parallel.checkpoint.whole_file import not_written
 from lightning_parallel.checkpoint.whole_folder import partial_folder
@@ -104,24 +104,26 @@ class _Saving:
 
     def plan(self, contents: Contents) -> None:
         """Find out what this rank has."""
-        self._values, self._num_bytes = contents.values, contents.num_bytes
+        self._values, self._num_bytes = contents.values, contents.num_bytes  # at most: others may have the same
         self._writer = FolderWriter(contents, self._rank)
 
     def arrange(self) -> None:
         """Tell rank 0, and hear what to write where."""
         plan = None if self._writer is None else self._writer.plan
-        gathered = at_first_rank((plan, self._values, self._num_bytes, self.problem), self._group)
+        gathered = at_first_rank((plan, self._values, self.problem), self._group)
         answers: list[Any] = [(None, None, self.problem)] * len(gathered)
         if gathered:
             self.problem = next((problem for *_, problem in gathered if problem), "")
             with self.noting():
                 if not self.problem:
                     assert self._writer is not None
-                    plans, values, sizes, _ = zip(*gathered, strict=True)
+                    plans, values, _ = zip(*gathered, strict=True)
                     for each in values:
                         self._writer.add_values(each)
-                    partial = self.open_folder.enter_context(partial_folder(self._path, sum(sizes)))
-                    answers = [(str(partial), each, "") for each in self._writer.arrange(plans)]
+                    arranged = self._writer.arrange(plans)
+                    self._num_bytes = sum(map(bytes_of_plan, arranged))
+                    partial = self.open_folder.enter_context(partial_folder(self._path, self._num_bytes))
+                    answers = [(str(partial), each, "") for each in arranged]
             if self.problem:
                 answers = [(None, None, self.problem)] * len(gathered)
         self._folder, self._plan, self.problem = from_first_rank(answers, self._group)

@@ -51,7 +51,8 @@ class SignalledStrategy(SavingStrategy):
         exception.code = self._saving.stop_status
         _lightning.signals.leave_children()
         if self._stopping is not None:
-            save_last(self._stopping)
+            with self.waiting_for_saves():
+                save_last(self._stopping)
 
     def place_in_step(self) -> str:
         """Where in a step this rank is: ranks whose collectives so far are the same return the same."""

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from lightning_parallel import CheckpointError
-from lightning_parallel.checkpoint.folder_writer import FolderWriter, contents_of
+from lightning_parallel.checkpoint.folder_writer import FolderWriter, bytes_of_plan, contents_of
 from lightning_parallel.checkpoint.sharded_folder import damage_of_folder, open_folder, read_manifest
 from lightning_parallel.checkpoint.stored_tensors import StoredFolder
 from lightning_parallel.checkpoint.whole_file import remove_partial
@@ -73,6 +73,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert optimizer["param_groups"] == [{"lr": 0.1, "params": [0]}]
     stored = sum(each.stat().st_size for each in (tmp_path / "new" / "a.ckpt").glob("*.distcp"))
     assert 2 * WEIGHT.nbytes < stored < 3 * WEIGHT.nbytes  # what is tied is there once
+
+
+def test_equal_tensors_of_two_ranks_are_written_once() -> None:
+    writers = [
+        FolderWriter(contents_of(checkpoint_of(), {"tied": "weight"}, lambda name: True), rank) for rank in (0, 1)
+    ]
+    plans = writers[0].arrange([writer.plan for writer in writers])
+    assert sum(map(bytes_of_plan, plans)) == 2 * WEIGHT.nbytes + 4
 
 
 def test_hooks_may_change_what_is_read(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ name, steps = sys.argv[1], int(sys.argv[2])
 L.seed_everything(3, verbose=False)
 callback = ModelCheckpoint("saved", every_n_train_steps=3, save_last=True)
 trainer = trainer_for(name, 2, callbacks=[callback], enable_checkpointing=True, max_steps=steps, max_epochs=-1)
-trainer.fit(Slow(), loader(num_readers(name, 2), 40), ckpt_path="last")
+trainer.fit(Slow(), loader(num_readers(name.partition(":")[0], 2), 40), ckpt_path="last")
 print("updates", trainer.global_step, flush=True)
 """
 
@@ -86,16 +86,16 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to_all", [True, False])
-def test_a_run_that_a_scheduler_stops(to_all: bool, start: Any, tmp_path: Path) -> None:
-    first = start("fsdp_custom", 100_000)
+@pytest.mark.parametrize(("to_all", "name"), [(True, "fsdp_custom"), (False, "fsdp_custom:checkpoint=async-sharded")])
+def test_a_run_that_a_scheduler_stops(to_all: bool, name: str, start: Any, tmp_path: Path) -> None:
+    first = start(name, 100_000)
     wait_for((tmp_path / "saved" / "last.ckpt").exists)
     time.sleep(0.3)
     (os.killpg if to_all else os.kill)(first.pid, signal.SIGTERM)
     _, said = first.communicate(timeout=DEADLINE)
     assert first.returncode == 143, said[-3000:]
     assert "Traceback" not in said
-    second = start("fsdp_custom", 12)
+    second = start(name, 12)
     out, said = second.communicate(timeout=DEADLINE)
     assert second.returncode == 0, said[-3000:]
     assert "updates " in out
