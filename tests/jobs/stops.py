@@ -42,12 +42,15 @@ class Signals(Callback):
     """Sends a signal to this process a while after training has begun, wherever it stands."""
 
     def __init__(self, after: float, signum: int = signal.SIGTERM) -> None:
-        self.after, self.signum = after, signum
+        self._sends = threading.Timer(after, os.kill, (os.getpid(), signum))
+        self._sends.daemon = True
 
     def on_train_start(self, *args: Any) -> None:
-        send = threading.Timer(self.after, os.kill, (os.getpid(), self.signum))
-        send.daemon = True
-        send.start()
+        self._sends.start()
+
+    def cancel(self) -> None:
+        """Send nothing any more: a signal to another rank may have ended the fit before, and nobody heeds one then."""
+        self._sends.cancel()
 
 
 class Slow(DeepTied):
@@ -67,14 +70,17 @@ def stopped(strategy: str, folder: Path, signalled: list[int], *, steps: int = 4
     """A fit whose ranks `signalled` have SIGTERM."""
     rank = int(os.environ["LOCAL_RANK"])
     callback = ModelCheckpoint(folder)
-    callbacks = [callback, *([Signals(random.uniform(0.01, 0.3))] if rank in signalled else [])]
-    trainer = trainer_for(strategy, 2, callbacks=callbacks, enable_checkpointing=True, **kwargs)
+    signals = [Signals(random.uniform(0.01, 0.3))] if rank in signalled else []
+    trainer = trainer_for(strategy, 2, callbacks=[callback, *signals], enable_checkpointing=True, **kwargs)
     status = -1
     with mock.patch.object(stops, "POLL", 0.05):
         try:
             trainer.fit(module(), loader(num_readers(strategy, 2), steps))
         except SIGTERMException as end:
             status = int(end.code or 0)
+        finally:
+            for each in signals:
+                each.cancel()
     listening = [thread for thread in threading.enumerate() if thread.name.startswith("rank-")]
     return Stop(status, trainer.global_step, callback.last_model_path, len(listening))
 
