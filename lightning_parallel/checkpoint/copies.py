@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_parallel.ranks.dtensors import local_of
 
@@ -34,6 +35,24 @@ def unshared(value: Any, living: Collection[int] | None = None) -> Any:
         return each
 
     return copied(value)
+
+
+def kept_apart(
+    checkpoint: Mapping[str, Any], module: nn.Module | None, optimizers: Iterable[Optimizer]
+) -> dict[str, Any]:
+    """A copy of what training may change; tensors that were gathered for the checkpoint are nobody else's.
+
+    Args:
+        checkpoint: As Lightning makes it.
+        module: The module, if there is one.
+        optimizers: Its optimizers.
+    """
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    own_state = {} if module is None else module.state_dict()
+    held = [*own_state.values(), *(each for state in states for each in state.values())]
+    living = {memory_of(each) for each in held if isinstance(each, Tensor)}
+    own = ("state_dict", "optimizer_states")
+    return {key: unshared(value, living if key in own else None) for key, value in checkpoint.items()}
 
 
 def memory_of(tensor: Tensor) -> int:

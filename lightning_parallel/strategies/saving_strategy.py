@@ -11,11 +11,10 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_parallel import _lightning
-from lightning_parallel.checkpoint.copies import memory_of, unshared
+from lightning_parallel.checkpoint.copies import kept_apart
 from lightning_parallel.checkpoint.sharded_folder import damage_of_folder, is_folder, open_folder
 from lightning_parallel.errors import CheckpointError
 from lightning_parallel.ranks.objects import of_all_ranks
@@ -26,6 +25,7 @@ from lightning_parallel.strategies.background_saves import (
     Exchange,
     Job,
     Outcome,
+    form_of,
     is_in_background,
 )
 from lightning_parallel.strategies.checkpoint_files import CheckpointFiles, local_path, readable
@@ -33,6 +33,10 @@ from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.refusing_strategy import RefusingStrategy
 
 _ON_SAVE_ERROR = ("raise", "warn")
+_TWO_WRITERS = (
+    "checkpoint={!r} writes folders, to which the plugin {} is not asked; leave the plugin out, or give "
+    "checkpoint='whole'"
+)
 _AFTER_ERROR = 30.0
 """Seconds for which a run that has failed waits for the checkpoint that is being written."""
 
@@ -83,7 +87,15 @@ class SavingStrategy(RefusingStrategy):
 
     @override
     def set_up_violations(self) -> list[str]:
-        return [*super().set_up_violations(), *self._saving.violations]
+        found = [*super().set_up_violations(), *self._saving.violations]
+        if form_of(self._saving.checkpoint) == "sharded" and self.has_own_writer:
+            found.append(_TWO_WRITERS.format(self._saving.checkpoint, type(self._checkpoint_io).__name__))
+        return found
+
+    @property
+    def has_own_writer(self) -> bool:
+        """Whether a plugin of the user's writes checkpoints."""
+        return self._checkpoint_io is not None and not isinstance(self._checkpoint_io, CheckpointFiles)
 
     @property
     @override
@@ -135,7 +147,9 @@ class SavingStrategy(RefusingStrategy):
             The rest: it writes the file.
         """
         write, is_first = super().save_checkpoint, self.is_global_zero
-        given = self._unshared(checkpoint) if is_first and self._saves_in_background else checkpoint
+        given = checkpoint
+        if is_first and self._saves_in_background:
+            given = kept_apart(checkpoint, self.lightning_module, self.optimizers)
 
         def job(exchange: Exchange) -> Outcome:
             cause: Exception | None = None
@@ -147,15 +161,6 @@ class SavingStrategy(RefusingStrategy):
             return exchange.said_by_first("" if cause is None else _words(cause, filepath)), cause
 
         return job
-
-    def _unshared(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A copy of what training may change; tensors that were gathered for the checkpoint are nobody else's."""
-        assert self.lightning_module is not None
-        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
-        held = [*self.lightning_module.state_dict().values(), *(each for state in states for each in state.values())]
-        living = {memory_of(each) for each in held if isinstance(each, Tensor)}
-        own = ("state_dict", "optimizer_states")
-        return {key: unshared(value, living if key in own else None) for key, value in checkpoint.items()}
 
     def settle(self) -> None:
         """Wait for the checkpoint that is written in the background. A collective, if there is one.

@@ -162,8 +162,8 @@ def _words(error: Exception, path: Path, rank: int, num_bytes: int) -> str:
         return not_written(path, error, num_bytes)
     return (
         f"the checkpoint {path} could not be written: rank {rank} raised {type(error).__name__}: {error}. Write to "
-        "another folder (ModelCheckpoint(dirpath=...)), which all ranks must see, or let training go on without it: "
-        "on_save_error='warn'"
+        "another folder (ModelCheckpoint(dirpath=...)), which all ranks must see, give checkpoint='whole', with which "
+        "rank 0 alone writes, or let training go on without it: on_save_error='warn'"
     )
 
 
@@ -179,7 +179,8 @@ def _writes(module: nn.Module, checkpoint: Mapping[str, Any], rank: int) -> Call
 
     def writes(name: str) -> bool:
         value, owners = state_dict[name], owners_by_name.get(name)
-        if owners is not None and (not owners.counts_here or is_placeholder(value)):
+        # A placeholder under any name: a hook may have given tensors other ones.
+        if is_placeholder(value) or (owners is not None and not owners.counts_here):
             return False
         # Running averages may differ between ranks that read different samples; those of the first are saved.
         is_own = name in buffers and isinstance(value, Tensor) and not isinstance(value, DTensor)

@@ -98,8 +98,17 @@ class WholeCheckpointsStrategy(PlannedStrategy):
         """Whether the next checkpoint is a folder. A collective."""
         if (form := form_of(self._saving.checkpoint)) != "auto":
             return form == "sharded"
+        if self.has_own_writer or not self._keeps_here():
+            return False
         room = host_memory() // max(1, self.num_processes) // _SHARE_OF_MEMORY
         return self.said_by_first(str(bytes_of_state(self.module, self.optimizers) > room)) == str(True)
+
+    def _keeps_here(self) -> bool:
+        """Whether the folders that are known of before are all on a file system of this machine."""
+        if (trainer := self._trainer) is None:
+            return True
+        folders = [trainer.default_root_dir, *(getattr(each, "dirpath", "") for each in trainer.checkpoint_callbacks)]
+        return all(local_path(folder) is not None for folder in folders if folder)
 
     @override
     def save_job(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> Job:

@@ -11,13 +11,16 @@ from typing import Any
 from unittest import mock
 
 import fsspec
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from lightning_parallel import CheckpointError
+from lightning_parallel import CheckpointError, ConfigurationError
 from lightning_parallel.checkpoint.folder_writer import FolderWriter
+from lightning_parallel.checkpoint.sharded_folder import open_folder
 from tests.data import loader
 from tests.models.pipelined import DeepTied
 from tests.names import num_readers
@@ -191,6 +194,54 @@ def forms_by_memory(strategy: str, folder: Path) -> list[bool]:
             trainer.save_checkpoint(path)
         found.append(path.is_dir())
     return found
+
+
+class Renames(DeepTied):
+    """Saves its weights under other names, as those who hand them on do."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        own = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name.removeprefix("model."): own[name] for name in own}
+
+
+@pytest.mark.parametrize("name", ["fsdp_custom", "pp_custom"])
+def test_hooks_may_give_tensors_other_names(name: str, ranks: Any, tmp_path: Path) -> None:
+    for form in ("whole", "sharded"):
+        ranks(2).run(quietly, within_fit, f"{name}:checkpoint={form}", tmp_path / form)
+    ours = open_folder(tmp_path / "sharded", lambda rest: torch.load(rest, weights_only=True))["state_dict"]
+    theirs = torch.load(tmp_path / "whole", weights_only=True)["state_dict"]
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[each], theirs[each]) for each in theirs)
+
+
+def within_fit(strategy: str, path: Path) -> None:
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.save_checkpoint(path)
+
+    L.seed_everything(3, verbose=False)
+    trainer = trainer_for(strategy, 2, max_steps=1, callbacks=[Saves()])
+    trainer.fit(Renames(), loader(num_readers(strategy.partition(":")[0], 2)))
+
+
+def forms_of_others(folder: Path) -> list[bool]:
+    """Whether checkpoints are folders where rank 0 has little memory, with a plugin, and with a remote folder."""
+    found = []
+    with mock.patch("lightning_parallel.strategies.whole_checkpoints.host_memory", return_value=2**15):
+        for number, options in enumerate(({"plugins": [TorchCheckpointIO()]}, {"default_root_dir": "memory://runs"})):
+            trainer = trainer_for("fsdp_custom", 2, max_steps=1, **options)
+            trainer.fit(DeepTied(), loader(2))
+            trainer.save_checkpoint(folder / str(number))
+            found.append((folder / str(number)).is_dir())
+    return found
+
+
+def test_plugins_and_remote_folders_take_files(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2).run(quietly, forms_of_others, tmp_path) == [[False, False], [False, False]]
+    with pytest.raises(ConfigurationError, match="the plugin TorchCheckpointIO is not asked; leave the plugin out"):
+        trainer_for("fsdp_custom:checkpoint=async-sharded", 2, plugins=[TorchCheckpointIO()])
+    with pytest.raises(ConfigurationError, match="checkpoint='zip' is unknown; possible: auto, whole, sharded, async"):
+        trainer_for("fsdp_custom:checkpoint=zip", 2)
 
 
 def test_the_form_follows_the_size(ranks: Any, tmp_path: Path) -> None:
