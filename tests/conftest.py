@@ -12,10 +12,15 @@ import pytest
 import torch
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
+from tests.cells import left_out, share
 from tests.compiler import keep_to_graphs
 from tests.parity import PARITY
 from tests.quiet import KNOWN, look_for_plugins_once
 from tests.rank_pool import RankPool, start_servers
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cells", metavar="K/N", help="of tests that take their time, the Kth of N shares of their cells")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,7 +46,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test that needs no ranks is fast, unless it says that it is slow; tests of ranks may say that they are fast.
 
     What a new version of torch has no more is said first, in words, and not by a hundred tests that need it.
@@ -50,6 +55,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not needs_ranks(item) and item.get_closest_marker("slow") is None:
             item.add_marker("fast")
+    if chosen := config.getoption("cells"):
+        others = left_out(items, share(chosen))
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
 
 
 def pytest_collection_finish() -> None:
