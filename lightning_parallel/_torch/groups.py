@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +41,18 @@ def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     `DeviceMesh._concatenate`, since 2.10; waits for a public spelling.
     """
     return DeviceMesh._concatenate(list(meshes))
+
+
+@functools.cache
+def leave_to_parents() -> None:
+    """From now on, a process that is forked from this one destroys no process group or store that it has inherited.
+
+    Their destructors wait for threads, which a fork does not copy: a worker of a loader that collects garbage, in which
+    there is a group of an earlier run, waits for ever, and training for its batch. What has been frozen is not
+    collected (`gc.freeze`, made for forks). Seen in 2.13; waits for a destructor that knows in which process it is.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=gc.freeze)
 
 
 @contextlib.contextmanager

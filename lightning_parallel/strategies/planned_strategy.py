@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel import _torch
 from lightning_parallel.plan import Plan, build_plan, module_key
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
@@ -107,6 +108,7 @@ class PlannedStrategy(SignalledStrategy):
 
     @override
     def setup_environment(self) -> None:
+        _torch.groups.leave_to_parents()
         super().setup_environment()
         self._deferral.attach(self.module)
 
