@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, DeviceStatsMonitor, LearningRateMonitor
 from typing_extensions import override
 
 from lightning_parallel.cli.lightning_cli import LightningCLI
@@ -31,8 +31,10 @@ class RecipeCLI(LightningCLI):
     Args:
         overrides: These arguments.
         args: The recipe's arguments.
-        callbacks: More callbacks. Those of the recipe stay, but for the ones that save checkpoints.
+        callbacks: More callbacks. Those of the recipe stay, but for the ones that save checkpoints or need a logger.
     """
+
+    left_out: tuple[type[Callback], ...] = (Checkpoint, DeviceStatsMonitor, LearningRateMonitor)
 
     def __init__(self, overrides: Mapping[str, Any], *, args: list[str], callbacks: list[Any]) -> None:
         self._overrides = {**_QUIET, **overrides}
@@ -55,5 +57,5 @@ class RecipeCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         given = self._get(self.config_init, "trainer").get("callbacks") or []
         given = given if isinstance(given, list) else [given]
-        kwargs["callbacks"] = [each for each in given if not isinstance(each, Checkpoint)]  # they write into folders
+        kwargs["callbacks"] = [each for each in given if not isinstance(each, self.left_out)]
         return super().instantiate_trainer(**kwargs)
