@@ -29,6 +29,7 @@ COLUMNS = (
 _WIDTH, _WIDEST = 118, 400
 """Of notes, and of a table whose names have many options."""
 _MIB = 2**20
+_LARGE = 100
 _NOTED = "({})"
 
 
@@ -90,13 +91,20 @@ def line_of(summary: Summary, notes: Notes) -> list[str]:
         name,
         f"{1000 * summary.seconds:.1f}",
         f"{1000 * (summary.fastest or 0):.1f} to {1000 * (summary.slowest or 0):.1f}",
-        f"{summary.samples_per_second:,.0f}",
-        "" if summary.tokens_per_second is None else f"{summary.tokens_per_second:,.0f}",
+        _rate(summary.samples_per_second),
+        _rate(summary.tokens_per_second),
         f"{(summary.memory_bytes or 0) / _MIB:.0f}",
         uncounted if sent is None else f"{num_calls(sent)}",
         "" if sent is None else f"{num_bytes(sent) / _MIB:.2f}",
         "" if summary.efficiency is None else f"{summary.efficiency:.0%}",
     ]
+
+
+def _rate(number: float | None) -> str:
+    """With three digits at least; nothing for ``None``."""
+    if number is None:
+        return ""
+    return f"{number:,.0f}" if number >= _LARGE else f"{number:.3g}"
 
 
 def as_text(summaries: Sequence[Summary]) -> str:

@@ -61,7 +61,7 @@ def test_the_table(kept: Results) -> None:
         "1000.0",
         "to",
         "1200.0",
-        "18",
+        "18.2",
         "582",
         "1",
         "2",
@@ -70,7 +70,7 @@ def test_the_table(kept: Results) -> None:
     ]
     assert max(map(len, lines)) <= 118
     markdown = as_markdown(kept.summaries(CELLS))
-    assert "| `fast` | 1100.0 | 1000.0 to 1200.0 | 18 | 582 | 1 | 2 | 0.00 | 100% |" in markdown
+    assert "| `fast` | 1100.0 | 1000.0 to 1200.0 | 18.2 | 582 | 1 | 2 | 0.00 | 100% |" in markdown
     assert markdown.count("refused (1)") == 2
 
 
