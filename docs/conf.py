@@ -21,6 +21,8 @@ sys.path.insert(0, str(DOCS.parent))  # the API pages are those of this checkout
 
 import lightning_parallel  # noqa: E402
 import lightning_parallel.callbacks  # noqa: E402
+from lightning_parallel.bench.summary import Summary  # noqa: E402
+from lightning_parallel.bench.table import as_markdown  # noqa: E402
 
 project = "lightning_parallel"
 author = "the authors of lightning_parallel"
@@ -158,15 +160,23 @@ def matrix_as_markdown(matrix: Matrix, table: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def bench_as_markdown() -> str:
+    """The tables of the committed bench, as the command shows them."""
+    found = json.loads((DOCS / "benchmarks" / "bench.json").read_text(encoding="utf-8"))
+    return as_markdown([Summary.of_plain(cell) for cell in found["cells"]])
+
+
 def generate(app: Sphinx) -> None:
     """Write what the pages include."""
     check_public_names()
     GENERATED.mkdir(exist_ok=True)
+    texts = {"bench": bench_as_markdown()}
     for matrix in MATRICES:
         table = load_matrix(matrix)
         check_descriptions(matrix, table)
-        target = GENERATED / f"{matrix.name}.md"
-        text = matrix_as_markdown(matrix, table)
+        texts[matrix.name] = matrix_as_markdown(matrix, table)
+    for name, text in texts.items():
+        target = GENERATED / f"{name}.md"
         if not target.is_file() or target.read_text(encoding="utf-8") != text:  # an unchanged file is not built again
             target.write_text(text, encoding="utf-8")
 

@@ -137,7 +137,7 @@ def _parse_options(name: str, text: str) -> dict[str, Any]:
     possible = PRESETS[name].options
     values: dict[str, Any] = {}
     violations = []
-    for item in _split(text):
+    for item in split_items(text):
         option, equals, value = item.partition("=")
         option = option.strip()
         if not equals:
@@ -182,7 +182,7 @@ def _own_reasons(error: BaseException | None) -> tuple[str, ...]:
     return () if error is None else error.violations
 
 
-def _split(text: str) -> list[str]:
+def split_items(text: str) -> list[str]:
     """Split at commas outside brackets."""
     items, depth = [""], 0
     for character in text:

@@ -26,12 +26,12 @@ LAYERS = (
     ("steps",),
     ("strategies", "callbacks"),
     ("presets",),
-    ("verification",),
+    ("verification", "bench"),
     ("cli",),
     ("",),
 )
 MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
-WITH_LIGHTNING = ("strategies", "callbacks", "verification", "cli", "presets", "_lightning")
+WITH_LIGHTNING = ("strategies", "callbacks", "verification", "bench", "cli", "presets", "_lightning")
 WITHOUT_ENVIRONMENT = ("techniques", "checkpoint", "parallelize", "ranks")
 
 

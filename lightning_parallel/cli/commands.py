@@ -77,6 +77,10 @@ def _answer(command: str) -> None:
         from lightning_parallel.cli.verify import verify
 
         sys.exit(verify(sys.argv[2:]))
+    elif command == "bench":
+        from lightning_parallel.cli.bench import bench
+
+        sys.exit(bench(sys.argv[2:]))
     elif command == "inspect":
         from lightning_parallel.cli.inspect_checkpoint import inspect as inspect_checkpoint
 

@@ -10,6 +10,7 @@ usage: lightning-parallel COMMAND [options]
 
   fit | validate | test | predict   run a recipe: --config recipe.yaml --strategy=NAME:option=value,...
   verify                            a recipe under its strategy against one process, on the CPU
+  bench                             a recipe under several strategies and on several numbers of devices, timed
   explain                           what a recipe's strategy would do to each layer; the options of fit
   inspect CKPT                      what a checkpoint holds, and whether it is intact
   export CKPT --to FORMAT --out P   its weights as safetensors | huggingface | lightning | torch
@@ -28,6 +29,10 @@ def main() -> None:
         print(_USAGE, end="")
     elif command == "--version":
         print("\n".join(f"{name} {metadata.version(name)}" for name in _PACKAGES))
+    elif command == "bench" and {"-h", "--help"} & set(sys.argv[2:]):
+        from lightning_parallel.cli.bench_options import build_parser
+
+        build_parser().print_help()
     else:
         from lightning_parallel.cli.commands import run
 

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
-from lightning_parallel.cli.lightning_cli import LightningCLI, is_first_process
+from lightning_parallel.cli.lightning_cli import is_first_process
+from lightning_parallel.cli.recipe_cli import RecipeCLI
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.presets import PRESETS
 from lightning_parallel.verification.records import Record, load_records
@@ -22,7 +21,7 @@ _EVALUATED = 2
 """Batches of an evaluation."""
 
 
-class _RecipeCLI(LightningCLI):
+class _ComparedCLI(RecipeCLI):
     """A recipe's trainer, module and data, with the trainer of a verification.
 
     Args:
@@ -39,21 +38,13 @@ class _RecipeCLI(LightningCLI):
     def __init__(
         self, overrides: dict[str, Any], *, is_reference: bool, longer: int, args: list[str], callbacks: list[Any]
     ) -> None:
-        self._overrides, self._is_reference, self._longer = overrides, is_reference, longer
+        self._is_reference, self._longer = is_reference, longer
         self.given = ""
-        super().__init__(
-            run=False,
-            args=args,
-            save_config_callback=None,
-            seed_everything_default=1,
-            trainer_defaults={"callbacks": callbacks},
-        )
+        super().__init__(overrides, args=args, callbacks=callbacks)
 
     @override
     def before_instantiate_classes(self) -> None:
         trainer = self._get(self.config, "trainer")
-        for name, value in self._overrides.items():
-            trainer[name] = value
         self.given = self._get(self.config, "strategy") or _name_of(trainer.get("strategy"))
         trainer["accumulate_grad_batches"] = trainer.get("accumulate_grad_batches", 1) * self._longer
         if self._is_reference:
@@ -61,13 +52,6 @@ class _RecipeCLI(LightningCLI):
         elif text := self._get(self.config, "strategy"):
             self.config["strategy"] = _compared(text)
         super().before_instantiate_classes()
-
-    @override
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        given = self._get(self.config_init, "trainer").get("callbacks") or []
-        given = given if isinstance(given, list) else [given]
-        kwargs["callbacks"] = [each for each in given if not isinstance(each, Checkpoint)]  # they write into folders
-        return super().instantiate_trainer(**kwargs)
 
 
 def _name_of(strategy: Any) -> str:
@@ -99,18 +83,8 @@ def run(which: str, folder: Path, num_ranks: int, updates: int, precision: str, 
     overrides = {
         "accelerator": "cpu",
         "devices": 1 if is_reference else num_ranks,
-        "num_nodes": 1,
         "precision": precision,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "fast_dev_run": False,
         "max_steps": updates,
-        "max_time": None,
-        "min_epochs": None,
-        "min_steps": None,
-        "num_sanity_val_steps": 0,
         "val_check_interval": 1.0,
         "limit_val_batches": limit,
         "limit_test_batches": limit,
@@ -119,7 +93,7 @@ def run(which: str, folder: Path, num_ranks: int, updates: int, precision: str, 
     }
 
     def make(*, callbacks: list[Any], longer: int = 1) -> Parts:
-        cli = _RecipeCLI(overrides, is_reference=is_reference, longer=longer, args=recipe, callbacks=callbacks)
+        cli = _ComparedCLI(overrides, is_reference=is_reference, longer=longer, args=recipe, callbacks=callbacks)
         return Parts(cli.trainer, cli.model, cli.datamodule, strategy=cli.given)
 
     if is_reference:
