@@ -17,7 +17,7 @@ _APART = 0.3
 _COLORS = ("#757c84", "#2f81d6", "#d9822b", "#3d9a50", "#a566c4", "#cf5560")
 """Between dark and light, so that both grounds leave them readable."""
 _TITLES = {WEAK: "weak scaling: the same batch a device", STRONG: "strong scaling: the same global batch"}
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "bench",
     "text.color": _GRAY,
