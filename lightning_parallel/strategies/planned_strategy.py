@@ -50,7 +50,7 @@ class PlannedStrategy(SignalledStrategy):
         self._planned: tuple[Any, Plan] | None = None
         self._steps = StepHooks(policies)
         self.first_step = FirstStep(self, check)
-        self._deferral = Deferral(to_meta=self._defers_init, tell=rank_zero_info)
+        self._deferral = Deferral(tell=rank_zero_info)
 
     _defers_init = False
     """Whether `configure_model` is recorded instead of run, so that no rank holds the whole module."""
@@ -110,7 +110,8 @@ class PlannedStrategy(SignalledStrategy):
     def setup_environment(self) -> None:
         _torch.groups.leave_to_parents()
         super().setup_environment()
-        self._deferral.attach(self.module)
+        # One rank holds the whole module anyway, which callbacks may then copy before it is set up.
+        self._deferral.attach(self.module, to_meta=self._defers_init and self.world_size > 1)
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -67,6 +67,10 @@ class StopAgreement:
         self._thread = threading.Thread(target=self._listen, args=(store,), daemon=True, name="rank-signals")
         self._thread.start()
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # A copy of a trainer, in a callback or another process, heeds no signals; queues and threads cannot be copied.
+        return type(None), ()
+
     def ask(self, signum: int) -> None:
         """Ask all ranks to heed `signum`; may be called from the handler of a signal."""
         self._asked.put(signum)

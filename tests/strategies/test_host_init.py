@@ -35,7 +35,7 @@ def test_no_module_is_built_whole_on_an_accelerator(device: str) -> None:
     """Lightning calls `configure_model` in this context, which would make tensors on the rank's device."""
     strategy, module = strategy_on(device), Module()
     deferral = strategy._deferral
-    deferral.attach(module)
+    deferral.attach(module, to_meta=True)
     with strategy.tensor_init_context():
         assert torch.get_default_device() == torch.device("cpu")
         module.configure_model()

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_parallel.presets import PRESETS
 from tests.data import loader
 from tests.jobs.fits import fit_module
-from tests.models.cases import ByteGPT
+from tests.models.cases import GPT, ByteGPT, Case, next_token_loss
 from tests.models.unusual import KeptInAList, SparseTable, WithLBFGS, WithParameterHook
 from tests.parity import TOLERANCE, difference, trainer_for
 
@@ -49,6 +49,29 @@ def test_averaging_callbacks_of_lightning(name: str, which: int) -> None:
     )
     assert difference(found, expected) <= TOLERANCE
     assert difference(expected, fit_module(ByteGPT, "auto", 1, max_epochs=3)) > TOLERANCE
+
+
+class BuiltLate(Case):
+    """Has its model only once `configure_model` was called."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = GPT()
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return next_token_loss(self.model(tokens), tokens)
+
+
+@pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="a later version of Lightning has it")
+@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom", "tp_custom"])
+@pytest.mark.filterwarnings("ignore:You.re using the WeightAveraging callback")
+def test_a_module_that_is_built_late_is_averaged(name: str) -> None:
+    """The callback copies the module before it is set up."""
+    found, expected = (
+        fit_module(BuiltLate, each, 1, callbacks=[callbacks.EMAWeightAveraging()], max_epochs=2)
+        for each in (name, "auto")
+    )
+    assert difference(found, expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom"])
@@ -108,6 +131,23 @@ def test_a_trainer_is_copied_before_and_after_a_fit(name: str, copied: Callable[
     assert difference(*weights) == 0
     assert type(copied(trainer).strategy) is type(trainer.strategy)
     assert type(copied(trainer).precision_plugin) is type(trainer.precision_plugin)
+
+
+class CopiesTrainer(Callback):
+    """Copies the trainer while it trains, as a callback that keeps its arguments does."""
+
+    copy: Any = None
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.copy = copy.deepcopy(trainer)
+
+
+@pytest.mark.parametrize("name", ["ddp_custom"])
+def test_a_trainer_is_copied_during_a_fit(name: str) -> None:
+    trainer = trainer_for(name, 1, callbacks=[kept := CopiesTrainer()])
+    trainer.fit(module := ByteGPT(), loader(1, 2))
+    assert kept.copy.global_step == 2
+    assert difference(dict(kept.copy.lightning_module.state_dict()), dict(module.state_dict())) == 0
 
 
 class Collating(ByteGPT):

@@ -29,25 +29,28 @@ class Deferral:
     """Recording of a LightningModule's `configure_model`, for as long as it is attached.
 
     Args:
-        to_meta: Whether to record; otherwise, and where recording fails, the module is built eagerly, even if it asks
-            for the meta device itself.
         tell: Takes a sentence for the user.
     """
 
-    def __init__(self, *, to_meta: bool, tell: Callable[[str], None]) -> None:
+    def __init__(self, *, tell: Callable[[str], None]) -> None:
         self.record: InitRecord | None = None
-        self._to_meta = to_meta
         self._tell = tell
         self._module: nn.Module | None = None
 
-    def attach(self, module: nn.Module) -> None:
-        """Replace ``module.configure_model`` until `detach`."""
+    def attach(self, module: nn.Module, *, to_meta: bool) -> None:
+        """Replace ``module.configure_model`` until `detach`.
+
+        Args:
+            module: The module.
+            to_meta: Whether to record; otherwise, and where recording fails, the module is built eagerly, even if it
+                asks for the meta device itself.
+        """
         self.record = None
         original: Any = module.configure_model
 
         @functools.wraps(original)
         def configure_model() -> None:
-            if self._to_meta:
+            if to_meta:
                 self._build_deferred(module, original)
             else:
                 with HostInsteadOfMeta():

@@ -133,8 +133,8 @@ def built_deferred(build: Callable[[Any], None], *, to_meta: bool = True) -> tup
     random.seed(3)
     said: list[str] = []
     holder = Holder(module_with(build))
-    deferral = Deferral(to_meta=to_meta, tell=said.append)
-    deferral.attach(holder)
+    deferral = Deferral(tell=said.append)
+    deferral.attach(holder, to_meta=to_meta)
     holder.configure_model()
     record = deferral.record
     if record is not None:
@@ -211,8 +211,8 @@ def test_half_built_modules_start_again() -> None:
             self.second = nn.Parameter(torch.randn(2, generator=torch.Generator()))
 
     module = Counting()
-    deferral = Deferral(to_meta=True, tell=lambda text: None)
-    deferral.attach(module)
+    deferral = Deferral(tell=lambda text: None)
+    deferral.attach(module, to_meta=True)
     module.configure_model()
     assert deferral.record is None
     assert not module.first.weight.is_meta
@@ -239,8 +239,8 @@ def test_little_more_than_one_tensor_is_whole_at_a_time(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(init_replay.Memory, "run", watched)
     module = Model()
-    deferral = Deferral(to_meta=True, tell=print)
-    deferral.attach(module)
+    deferral = Deferral(tell=print)
+    deferral.attach(module, to_meta=True)
     module.configure_model()
     assert deferral.record is not None
     deferral.record.materialize(module, HOST)
