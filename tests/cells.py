@@ -1,7 +1,7 @@
 """``--cells=K/N``: a share of the cells of long tests, where all of them take longer than one has.
 
 A cell is one set of parameters of a test. Tests that are fast run whole, and of each other test one cell at least does.
-The shares 1/N to N/N together are all cells, and a cell is in the same share whatever else runs.
+The shares 1/N to N/N together are all cells, and a cell is in the same share whichever files, ``-k`` or ``-m`` choose.
 """
 
 from __future__ import annotations

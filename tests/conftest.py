@@ -56,9 +56,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not needs_ranks(item) and item.get_closest_marker("slow") is None:
             item.add_marker("fast")
     if chosen := config.getoption("cells"):
-        others = left_out(items, share(chosen))
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+        others = set(left_out(items, share(chosen)))
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
 
 
 def pytest_collection_finish() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from typing_extensions import override
 
 from lightning_parallel.bench.stopwatch import Stopwatch
-from lightning_parallel.bench.trained import resized
+from lightning_parallel.bench.trained import resized, train_loader_of, with_batches
 from lightning_parallel.errors import ConfigurationError, check
 
 if TYPE_CHECKING:
@@ -80,11 +80,10 @@ def train_loop(
         global_batches: The global batch of a microstep, in batches of the loader.
     """
     check(settings.violations(module))
-    loader = _loader(module, data, settings, global_batches)
-    settings.estimated_stepping_batches = settings.max_epochs * len(loader) // settings.accumulate_grad_batches
     with _attached(module, settings):
-        module.configure_model()
-        module.setup("fit")
+        _set_up(module, data, settings)
+        loader = _loader(train_loader_of(module, data), settings, global_batches)
+        settings.estimated_stepping_batches = settings.max_epochs * len(loader) // settings.accumulate_grad_batches
         module.to(watch.device)
         optimizer, schedule = _optimizer(module)
         stepped: nn.Module = _Step(module)
@@ -161,36 +160,38 @@ def _optimizer(module: LightningModule) -> tuple[Any, Any]:
     return optimizer, schedule["scheduler"] if is_of_steps else None
 
 
-def _loader(
-    module: LightningModule, data: LightningDataModule | None, settings: LoopSettings, global_batches: int
-) -> DataLoader[Any]:
-    """This rank's batches."""
-    source: Any = module if data is None else data
-    source.trainer = settings
+def _set_up(module: LightningModule, data: LightningDataModule | None, settings: LoopSettings) -> None:
+    """Call the hooks before training, in Lightning's order."""
+    holders: list[Any] = [module] if data is None else [data, module]
     settings.datamodule = data
+    if data is not None:
+        data.trainer = settings  # type: ignore[assignment]
     if settings.is_global_zero:
-        source.prepare_data()
+        for holder in holders:
+            holder.prepare_data()
     if settings.world_size > 1:
         dist.barrier()
-    source.setup("fit")
-    loader = resized(source.train_dataloader(), global_batches, settings.world_size)
+    for holder in holders:
+        holder.setup("fit")
+    module.configure_model()
+
+
+def _loader(loader: Any, settings: LoopSettings, global_batches: int) -> DataLoader[Any]:
+    """This rank's batches of the recipe's `loader`."""
+    size = settings.world_size
+    loader = resized(loader, global_batches, size)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         found = type(loader).__name__
         raise ConfigurationError([f"loop takes one torch DataLoader with a length, and not a {found}; leave loop out"])
-    if settings.world_size > 1:
-        shuffles = isinstance(loader.sampler, RandomSampler)
-        sampler: Any = DistributedSampler(loader.dataset, shuffle=shuffles, drop_last=loader.drop_last)
-        loader = DataLoader(
-            loader.dataset,
-            batch_size=loader.batch_size,
-            sampler=sampler,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            drop_last=loader.drop_last,
-            persistent_workers=loader.persistent_workers,
-        )
-    return loader
+    if size == 1:
+        return loader
+    if loader.batch_size is None:
+        raise ConfigurationError(["loop takes a batch_size on several devices, and no batch_sampler; leave loop out"])
+    shuffles = isinstance(loader.sampler, RandomSampler)
+    sampler: Any = DistributedSampler(
+        loader.dataset, size, settings.global_rank, shuffle=shuffles, drop_last=loader.drop_last
+    )
+    return with_batches(loader, loader.batch_size, sampler)
 
 
 def _epochs(loader: DataLoader[Any]) -> Iterator[Any]:

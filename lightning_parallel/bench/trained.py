@@ -73,7 +73,7 @@ def size_batches(module: LightningModule, data: LightningDataModule | None, glob
         data: Its data module, if it has one.
         global_batches: The global batch of a microstep, in batches of the loader.
     """
-    holder: Any = data if data is not None and is_overridden("train_dataloader", data) else module
+    holder = _with_train_loader(module, data)
     own = holder.train_dataloader
 
     def train_dataloader() -> Any:
@@ -102,7 +102,31 @@ def resized(loader: Any, global_batches: int, readers: int) -> Any:
     if total % readers:
         text = f"a global batch of {total} samples does not divide over {readers} ranks; give a batch_size or --devices"
         raise ConfigurationError([f"{text} with which it does"])
-    is_iterable = isinstance(loader.dataset, IterableDataset)
-    order: dict[str, Any] = {} if is_iterable else {"sampler": loader.sampler}
+    return with_batches(loader, total // readers, loader.sampler)
+
+
+def with_batches(loader: DataLoader[Any], batch_size: int, sampler: Any) -> DataLoader[Any]:
+    """`loader` with other batches.
+
+    Args:
+        loader: Any loader that makes batches by itself.
+        batch_size: Samples of a batch.
+        sampler: The order of samples; an iterable data set has its own.
+    """
+    order: dict[str, Any] = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": sampler}
     same = {name: getattr(loader, name) for name in _KEPT}
-    return DataLoader(loader.dataset, batch_size=total // readers, **order, **same)
+    return DataLoader(loader.dataset, batch_size=batch_size, **order, **same)
+
+
+def train_loader_of(module: LightningModule, data: LightningDataModule | None) -> Any:
+    """The training loader of a recipe.
+
+    Args:
+        module: The recipe's module.
+        data: Its data module, if it has one.
+    """
+    return _with_train_loader(module, data).train_dataloader()
+
+
+def _with_train_loader(module: LightningModule, data: LightningDataModule | None) -> Any:
+    return data if data is not None and is_overridden("train_dataloader", data) else module

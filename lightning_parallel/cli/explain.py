@@ -73,7 +73,7 @@ def _built(strategy: Any, module: LightningModule) -> LightningModule:
         with torch.device("meta"):
             module.configure_model()
         return module
-    deferral.attach(module, to_meta=strategy._defers_init)
+    deferral.attach(module, to_meta=strategy.defers_init)
     module.configure_model()
     deferral.detach()
     return module

@@ -138,7 +138,7 @@ class MeshStrategy(MeshedStrategy):
         ranks = RankOptions(process_group_backend, timeout, start_method)
         super().__init__(policies, degrees, ranks, check=check, saving=Saving(on_save_error, stop_status, checkpoint))
 
-    _defers_init = True
+    defers_init = True
     _parallel: ParallelModule | None = None
     _while_set_up = contextlib.ExitStack()  # of no use before `setup`
     tensor_init_context = tensors_on_host

@@ -52,7 +52,7 @@ class PlannedStrategy(SignalledStrategy):
         self.first_step = FirstStep(self, check)
         self._deferral = Deferral(tell=rank_zero_info)
 
-    _defers_init = False
+    defers_init = False
     """Whether `configure_model` is recorded instead of run, so that no rank holds the whole module."""
 
     @property
@@ -111,7 +111,7 @@ class PlannedStrategy(SignalledStrategy):
         _torch.groups.leave_to_parents()
         super().setup_environment()
         # One rank holds the whole module anyway, which callbacks may then copy before it is set up.
-        self._deferral.attach(self.module, to_meta=self._defers_init and self.world_size > 1)
+        self._deferral.attach(self.module, to_meta=self.defers_init and self.world_size > 1)
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
 
+from lightning_parallel.bench import loop
 from lightning_parallel.bench.loop import LoopSettings, train_loop
 from lightning_parallel.bench.stopwatch import Measured, Stopwatch, Timing, num_tokens
 from lightning_parallel.bench.trained import resized
@@ -115,6 +117,47 @@ def test_the_loop_says_what_it_does_not_train() -> None:
     assert len(caught.value.violations) == 2
     with pytest.raises(ConfigurationError, match="there are 2; leave loop out"):
         train(Two())
+
+
+class SetUp(cli_module.Module):
+    """With its own loader, which needs what the hooks before it have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def prepare_data(self) -> None:
+        self.called.append("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.called.append(f"setup {stage}")
+        self.width = 4
+
+    def configure_model(self) -> None:
+        self.called.append("configure_model")
+        self.extra = torch.nn.Linear(self.width, 1)
+
+    def train_dataloader(self) -> Any:
+        self.called.append("train_dataloader")
+        return DataLoader(TensorDataset(torch.randn(16, self.width)), batch_size=4)
+
+
+@pytest.mark.parametrize("data", [None, L.LightningDataModule()])
+def test_the_loop_calls_the_hooks_in_the_order_of_a_trainer(data: L.LightningDataModule | None) -> None:
+    module = SetUp()
+    watched = Stopwatch(Timing(warm_up=1, steps=3), lambda measured: None)
+    train_loop(module, data, LoopSettings({}, rank=0, size=1), watch=watched, global_batches=1)
+    assert module.called == ["prepare_data", "setup fit", "configure_model", "train_dataloader"]
+
+
+def test_the_loop_deals_out_batches_that_it_makes() -> None:
+    settings = LoopSettings({}, rank=1, size=2)
+    found = loop._loader(loader(shuffle=True), settings, 2)
+    assert isinstance(found.sampler, DistributedSampler)
+    assert (found.batch_size, found.drop_last, found.sampler.shuffle, found.sampler.rank) == (4, True, True, 1)
+    of_others = DataLoader(TensorDataset(torch.arange(4)), batch_sampler=[[0, 1], [2, 3]])
+    with pytest.raises(ConfigurationError, match="no batch_sampler; leave loop out"):
+        loop._loader(of_others, settings, 2)
 
 
 class Scheduled(cli_module.Module):
