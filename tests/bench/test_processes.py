@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
 from lightning_parallel.bench import processes
 from lightning_parallel.bench.processes import ENDED, RAN, REFUSED, Ending, run_ranks
 from tests.jobs.bench import work
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
 
@@ -17,9 +20,10 @@ pytestmark = pytest.mark.slow
 def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_GRACE", 1.0)
     monkeypatch.setenv("SLURM_NTASKS", "1")  # as in an interactive job
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the process that ranks are forked from, which imports `work`
 
 
-def run(*ways: str, timeout: float = 60.0) -> Ending:
+def run(*ways: str, timeout: float = 200.0) -> Ending:
     return run_ranks(work, (list(ways),), len(ways), timeout=timeout, num_threads=1)
 
 
@@ -44,7 +48,7 @@ def test_an_end_of_one_rank_ends_the_run(ways: list[str], outcome: str, reason: 
     ending = run(*ways)
     assert (ending.outcome, ending.reason) == (outcome, reason)
     assert "--- rank 0\nrank 0 is here" in ending.log
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 150  # and not when the time of a run is over
 
 
 def test_a_run_has_a_deadline() -> None:
