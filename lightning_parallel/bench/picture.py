@@ -105,7 +105,8 @@ def _ends(summary: Summary, place: float) -> tuple[float, float]:
     assert summary.seconds
     assert summary.fastest
     assert summary.slowest
-    return place - place * summary.seconds / summary.slowest, place * summary.seconds / summary.fastest - place
+    # In this order, a single repeat has a bar of no length, and none that rounding makes negative.
+    return place * (1 - summary.seconds / summary.slowest), place * (summary.seconds / summary.fastest - 1)
 
 
 def _cycled(number: int) -> list[str]:

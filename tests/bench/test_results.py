@@ -171,3 +171,10 @@ def test_the_picture(kept: Results, tmp_path: Path) -> None:
     before = text
     picture.draw(kept.summaries(CELLS), files[:1])
     assert files[0].read_text() == before  # a committed picture changes with its figures only
+
+
+def test_the_bar_of_a_single_repeat_has_no_length() -> None:
+    for number in range(1, 300):
+        seconds = number / 7
+        single = Summary(CELLS[0], RAN, seconds=seconds, fastest=seconds, slowest=seconds)
+        assert picture._ends(single, number / 3) == (0, 0)
