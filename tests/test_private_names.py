@@ -83,6 +83,15 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "trainer.fit_loop": f"{LOOPS}fit_loop._FitLoop",
         "trainer.fit_loop.epoch_loop": f"{LOOPS}training_epoch_loop._TrainingEpochLoop",
     },
+    "_lightning/epochs.py": {
+        "combined": "lightning.pytorch.utilities.combined_loader.CombinedLoader",
+        "iterator": "lightning.pytorch.utilities.combined_loader._MinSize",
+        "loop": f"{LOOPS}training_epoch_loop._TrainingEpochLoop",
+        "loop.batch_progress": f"{LOOPS}progress._BatchProgress",
+        "sampler.dataset": "lightning.fabric.utilities.distributed._DatasetSamplerWrapper",
+        "trainer": "lightning.pytorch.Trainer",
+        "trainer.fit_loop": f"{LOOPS}fit_loop._FitLoop",
+    },
     "_lightning/signals.py": {
         "loop": f"{LOOPS}training_epoch_loop._TrainingEpochLoop",
         "thread": "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver",
@@ -96,6 +105,7 @@ STRINGS = {
     "_torch/attention.py": ("torch.ops.aten",),
     "_torch/autograd.py": ("torch.utils.checkpoint",),
     "_torch/fsdp.py": (f"{FSDP}_fsdp_param.FSDPParam", f"{FSDP}_fsdp_state.FSDPState"),
+    "_torch/loaders.py": ("torch.utils.data.dataloader._BaseDataLoaderIter",),
     "_torch/modules.py": ("torch.nn.Module", "torch._dynamo.eval_frame.OptimizedModule"),
     "_lightning/__init__.py": (
         "lightning.pytorch.utilities.combined_loader.CombinedLoader",

@@ -23,3 +23,18 @@ def with_batches(loader: DataLoader[Any], batches: Iterable[list[int]], sampler:
     other = copy.copy(loader)
     vars(other).update(batch_sampler=batches, sampler=sampler, _iterator=None)
     return other
+
+
+def with_samples(loader: DataLoader[Any], sampler: Iterable[Any]) -> DataLoader[Any]:
+    """Copy `loader`, which makes no batches, with other samples. `DataLoader._iterator`, as in `with_batches`."""
+    other = copy.copy(loader)
+    vars(other).update(sampler=sampler, _iterator=None)
+    return other
+
+
+def num_read(iterator: Any) -> int:
+    """Number of batches that an iterator over a loader has given, without those that workers have made ahead.
+
+    `_BaseDataLoaderIter._num_yielded`, since 1.5; waits for a public count.
+    """
+    return int(getattr(iterator, "_num_yielded", 0))

@@ -32,7 +32,8 @@ class BatchesOfRank:
         self, batches: Iterable[Any], *, num_replicas: int, rank: int, seed: int, is_same: Callable[[Any], bool]
     ) -> None:
         self.batch_sampler = batches
-        self._num_ranks, self._rank, self._seed, self._is_same = num_replicas, rank, seed, is_same
+        self.num_replicas, self.rank = num_replicas, rank
+        self._seed, self._is_same = seed, is_same
         self._epoch = 0
 
     @property
@@ -53,20 +54,20 @@ class BatchesOfRank:
                 set_epoch(epoch)
 
     def __len__(self) -> int:
-        return -(-len(self.batch_sampler) // self._num_ranks)  # type: ignore[arg-type]
+        return -(-len(self.batch_sampler) // self.num_replicas)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self._drawn_alike()
-        first = list(itertools.islice(batches, self._num_ranks))
+        batches = self.of_all_ranks()
+        first = list(itertools.islice(batches, self.num_replicas))
         self._check(first)
         if not first:
             return
         batches = itertools.chain(first, batches)
-        while turn := list(itertools.islice(batches, self._num_ranks)):
-            turn += itertools.islice(itertools.cycle(first), self._num_ranks - len(turn))
-            yield turn[self._rank]
+        while turn := list(itertools.islice(batches, self.num_replicas)):
+            turn += itertools.islice(itertools.cycle(first), self.num_replicas - len(turn))
+            yield turn[self.rank]
 
-    def _drawn_alike(self) -> Iterator[Any]:
+    def of_all_ranks(self) -> Iterator[Any]:
         """The batches of all ranks, with generators that are the same on every rank and change no others."""
         with unchanged_generators(_HOST):
             seed_generators(seed_of_part(self._seed, self._epoch))

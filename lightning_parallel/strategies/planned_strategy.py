@@ -22,10 +22,10 @@ from lightning_parallel.step_hooks import StepHooks
 from lightning_parallel.strategies.closures import closure_of_update
 from lightning_parallel.strategies.first_step import FirstStep
 from lightning_parallel.strategies.optimizers import tell_missing_states
+from lightning_parallel.strategies.positioned_strategy import PositionedStrategy
 from lightning_parallel.strategies.precision import widen
 from lightning_parallel.strategies.refusals import module_violations, without_unmovable_module
 from lightning_parallel.strategies.saving_strategy import Saving
-from lightning_parallel.strategies.signalled_strategy import SignalledStrategy
 from lightning_parallel.techniques.deferred_init.deferral import Deferral
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class PlannedStrategy(SignalledStrategy):
+class PlannedStrategy(PositionedStrategy):
     """A strategy that plans the changes to a module.
 
     Args:

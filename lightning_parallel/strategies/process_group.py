@@ -92,6 +92,11 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
         return {"num_replicas": self.degrees.data, "rank": self.data_rank}
 
     @property
+    @override
+    def data_ranks(self) -> tuple[int, int]:
+        return self.degrees.data, self.data_rank
+
+    @property
     def data_rank(self) -> int:
         """This rank's place among those that read different samples."""
         return self.global_rank
@@ -134,7 +139,7 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
         super().setup(trainer)
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
+    def deal_out(self, dataloader: object) -> object:
         return dataloader if self._dealer is None else self._dealer.deal_out(dataloader)
 
     @override
@@ -177,10 +182,13 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self._streams.begin(self.module.trainer, self.data_rank, self.root_device)
+        super().on_train_start()
+        is_exact = self._position.is_exact
+        self._streams.begin(self.module.trainer, self.data_rank, self.root_device, reads_on=is_exact)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         self.surface()
         self._streams.continue_epoch(self.module.trainer, self.root_device)
 

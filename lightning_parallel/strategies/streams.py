@@ -35,7 +35,7 @@ class RandomStreams:
         self._rest: Mapping[str, Any] | None = None
         self._iterator: object = None
 
-    def begin(self, trainer: Trainer, data_rank: int, device: torch.device) -> None:
+    def begin(self, trainer: Trainer, data_rank: int, device: torch.device, *, reads_on: bool = False) -> None:
         """Continue the streams of the checkpoint, or begin new ones.
 
         With another number of ranks, only the shared stream continues.
@@ -44,13 +44,14 @@ class RandomStreams:
             trainer: The trainer, at the start of training.
             data_rank: This rank among those that read different samples.
             device: This rank's device.
+            reads_on: Whether the loaders go on where the checkpoint was saved: then they draw what they would have.
         """
         loaded, self._loaded = self._loaded, None
-        states = loaded["states"] if loaded else []
+        states = loaded.get("states", []) if loaded else []
         if states:
             shared, own = states[dist.get_rank() if len(states) == dist.get_world_size() else 0]
             RandomState.from_plain(shared).restore(device)
-            self._has_resumed = True
+            self._has_resumed = not reads_on
             self._rest = shared if loaded and loaded["is_in_epoch"] else None
             self._iterator = _lightning.training_iterator(trainer)
         if len(states) == dist.get_world_size():

@@ -1,0 +1,103 @@
+"""Positions in an epoch: private names of Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.types import _Stateful
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+SamplerWrapper = DistributedSamplerWrapper
+"""Deals out what another sampler gives."""
+
+Stateful = _Stateful
+"""Objects with `state_dict` and `load_state_dict`; since 1.8, waits for a public name."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Batches that the training loaders have given since they were begun.
+
+    Args:
+        loaders: The loaders.
+        iterators: Their iterators, in the same order; none outside of an epoch.
+        mode: How they are taken together.
+        num_taken: Batches of all of them together.
+        num_ahead: How many of these the trainer has not asked for yet.
+    """
+
+    loaders: Sequence[Any]
+    iterators: Sequence[Any]
+    mode: str
+    num_taken: int
+    num_ahead: int
+
+
+def training_pass(trainer: Trainer) -> Pass | None:
+    """The pass of `trainer` over its training loaders, ``None`` where it has none.
+
+    `_FitLoop._combined_loader` and `_data_fetcher`, `CombinedLoader._iterator` and `_mode`, `_ModeIterator._idx`, since
+    2.0; they wait for a public position.
+    """
+    combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
+    if combined is None:
+        return None
+    iterator = combined._iterator
+    ahead = len(getattr(fetcher, "batches", ()))
+    taken = 0 if iterator is None else iterator._idx
+    return Pass(combined.flattened, () if iterator is None else iterator.iterators, combined._mode, taken, ahead)
+
+
+def place_of_epoch(trainer: Trainer) -> tuple[int, bool]:
+    """The number of the epoch that samplers are told, and whether it has begun.
+
+    `_FitLoop.epoch_progress`, since 1.5, is typed for counters that have less.
+    """
+    current: Any = trainer.fit_loop.epoch_progress.current
+    return int(current.processed), bool(current.started > current.processed)
+
+
+def begin_pass(trainer: Trainer) -> None:
+    """Begin the training loaders anew. `_FitLoop._data_fetcher`, since 1.5; waits for a public call."""
+    assert trainer.fit_loop._data_fetcher is not None
+    iter(trainer.fit_loop._data_fetcher)
+
+
+def load_waiting_states(trainer: Trainer) -> bool:
+    """Give loaders the states of a checkpoint that they were made too early for; whether there were any.
+
+    `_FitLoop._combined_loader_states_to_load`, since 2.2; waits for a trainer that does so itself.
+    """
+    if not trainer.fit_loop._combined_loader_states_to_load:
+        return False
+    trainer.fit_loop._load_combined_loader_states()
+    return True
+
+
+def set_back_batches(trainer: Trainer, shift: int) -> None:
+    """Let `trainer`, which is about to go on in the middle of an epoch, count batches from another number on.
+
+    `_TrainingEpochLoop._should_accumulate`, since 1.1, and `_batches_that_stepped`, since 1.6, which Lightning counts
+    up where it takes the last batch for one that stepped; they wait for a public counter.
+
+    Args:
+        trainer: The trainer.
+        shift: What to add to the counters.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    stepped = not loop._should_accumulate()
+    for counter in (loop.batch_progress.total, loop.batch_progress.current):
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(counter, name, getattr(counter, name) + shift)
+    if loop.restarted_on_train_batch_end or not loop.restarted_on_last:
+        loop._batches_that_stepped += int(stepped) - int(not loop._should_accumulate())
+
+
+def inner_sampler(sampler: DistributedSamplerWrapper) -> Any:
+    """The sampler whose samples `sampler` deals out. `_DatasetSamplerWrapper._sampler`, since 1.5; no public one."""
+    return sampler.dataset._sampler  # type: ignore[attr-defined]
