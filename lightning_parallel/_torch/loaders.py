@@ -32,6 +32,14 @@ def with_samples(loader: DataLoader[Any], sampler: Iterable[Any]) -> DataLoader[
     return other
 
 
+def indices_of(iterator: Any) -> Any:
+    """The iterator over indices from which an iterator over a loader takes its own.
+
+    `_BaseDataLoaderIter._sampler_iter`, since 1.2; waits for a public name.
+    """
+    return getattr(iterator, "_sampler_iter", None)
+
+
 def num_read(iterator: Any) -> int:
     """Number of batches that an iterator over a loader has given, without those that workers have made ahead.
 

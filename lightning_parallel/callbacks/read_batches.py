@@ -24,8 +24,8 @@ class ReadBatch:
     Args:
         epoch: The epoch.
         batch_idx: Its index there, as Lightning counts.
-        position: Its place among those that the loader has given in this epoch: after a resume in the middle of one, a
-            loader begins anew. ``None`` where nobody knows.
+        position: Its place among those that the loader has given to this run in this epoch. ``None`` where nobody
+            knows.
         loader: The loader, or what the trainer has in its place.
     """
 
@@ -38,7 +38,11 @@ class ReadBatch:
         """The indices of its samples in the data set, ``None`` where the order of the loader cannot be drawn again."""
         if self.position is None or type(self.loader) is not DataLoader or not self.loader.in_order:
             return None
-        batches = self.loader.batch_sampler
+        # The strategy notes what is read, and begins in the middle of an epoch after a resume there.
+        noting = self.loader.batch_sampler
+        batches, skipped = getattr(noting, "batches", noting), getattr(noting, "skipped", {}).get(self.epoch, 0)
+        if skipped is None:
+            return None
         # A subclass may give anything, and a random order cannot be told from a sampler that has given it.
         if type(batches) is not BatchSampler or type(batches.sampler) not in (SequentialSampler, DistributedSampler):
             return None
@@ -46,7 +50,7 @@ class ReadBatch:
         if isinstance(sampler, DistributedSampler):
             sampler.set_epoch(self.epoch)
         again = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-        return [int(index) for index in next(islice(again, self.position, None), [])]
+        return [int(index) for index in next(islice(again, skipped + self.position, None), [])]
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class BatchesOfRank:
     ) -> None:
         self.batch_sampler = batches
         self.num_replicas, self.rank = num_replicas, rank
-        self._seed, self._is_same = seed, is_same
+        self.seed, self._is_same = seed, is_same
         self._epoch = 0
 
     @property
@@ -70,7 +70,7 @@ class BatchesOfRank:
     def of_all_ranks(self) -> Iterator[Any]:
         """The batches of all ranks, with generators that are the same on every rank and change no others."""
         with unchanged_generators(_HOST):
-            seed_generators(seed_of_part(self._seed, self._epoch))
+            seed_generators(seed_of_part(self.seed, self._epoch))
             batches = iter(self.batch_sampler)
             found = list(itertools.islice(batches, 1))
             seed = int(torch.randint(2**62, ()))

@@ -51,6 +51,17 @@ class _Reading:
     marks: deque[tuple[int, int, int]] = field(default_factory=deque)
 
 
+class _Pass(Iterator[Any]):
+    """One pass over the batches, which is told apart from others that users make meanwhile."""
+
+    def __init__(self, items: Callable[[_Pass], Iterator[Any]]) -> None:
+        self.reading: _Reading | None = None
+        self._items = items(self)
+
+    def __next__(self) -> Any:
+        return next(self._items)
+
+
 class PositionedBatches(BatchSampler):
     """The items of a loader, batch by batch, or sample by sample where it makes no batches.
 
@@ -70,7 +81,10 @@ class PositionedBatches(BatchSampler):
                 setattr(self, name, getattr(batches, name, None))
         self._start = start
         self._num_marks = _MARKS + loader.num_workers * (loader.prefetch_factor or 0)
-        self._reading: _Reading | None = None
+        self.started: Start | None = None
+        """The place where it was begun last; ``None`` before anything was asked of it."""
+        self.skipped: dict[int, int | None] = {}
+        """Epoch that was begun in its middle -> batches left out there; ``None`` where it began within a batch."""
 
     @classmethod
     def given_to(cls, loader: DataLoader[Any], start: Callable[[PositionedBatches], Start]) -> DataLoader[Any]:
@@ -93,12 +107,11 @@ class PositionedBatches(BatchSampler):
         """The sampler whose items are counted; the user's batch sampler where that makes the batches."""
         return self.batches.sampler if self.makes_batches else self.batches
 
-    @property
-    def started(self) -> Start | None:
-        """The place where it was begun last; ``None`` before anything was asked of it."""
-        return None if self._reading is None else self._reading.start
-
     def __iter__(self) -> Iterator[Any]:
+        return _Pass(self._items)
+
+    def _items(self, this: _Pass) -> Iterator[Any]:
+        """The batches of a pass, begun when the first one is asked for."""
         start = self._start(self)
         for each in (self.source, getattr(self.source, "sampler", None)):
             if callable(set_epoch := getattr(each, "set_epoch", None)):
@@ -106,12 +119,19 @@ class PositionedBatches(BatchSampler):
         own = generators_of(self.source, source_of_all_ranks(self.source, self.is_in_batches))
         reading = _Reading(start, RandomState.take(HOST), [each.get_state() for each in own])
         reading.marks = deque([(0, 0, 0)], maxlen=self._num_marks)
-        self._reading = reading
+        this.reading, self.started = reading, start
+        if start.entry is not None:
+            self.skipped[start.epoch] = self._num_skipped(start.entry["consumed"])
         for batch in iter(self.batches) if start.rest is None else start.rest:
             items = batch if self.makes_batches else [batch]
             number, count, checksum = reading.marks[-1]
             reading.marks.append((number + 1, count + len(items), digest(items, checksum)))
             yield batch
+
+    def _num_skipped(self, consumed: int) -> int | None:
+        size = self.batch_size if self.makes_batches else 1
+        number, rest = divmod(consumed, size * shares_of(self.source)[0])
+        return None if rest else number
 
     def order(self, entry: Mapping[str, Any], epoch: int, data_ranks: tuple[int, int]) -> WholeOrder:
         """The order of an epoch that was begun in another run; raises as `WholeOrder` does."""
@@ -125,16 +145,18 @@ class PositionedBatches(BatchSampler):
         size = self.batch_size if self.makes_batches else None
         return {"batch_size": size, "drop_last": bool(self.makes_batches and self.drop_last)}
 
-    def entry(self, num_batches: int) -> tuple[dict[str, Any], tuple[int, int]] | None:
+    def entry(self, of_indices: object, num_batches: int) -> tuple[dict[str, Any], tuple[int, int]] | None:
         """The entry to save of it.
 
         Args:
+            of_indices: A pass over it.
             num_batches: How many of the batches that it has given count as read.
 
         Returns:
             The entry without checksums; the place of this rank among those that share the order, and its checksum.
         """
-        if (reading := self._reading) is None:
+        reading = of_indices.reading if isinstance(of_indices, _Pass) else None
+        if reading is None:
             return None
         marks = {number: (count, checksum) for number, count, checksum in reading.marks}
         if num_batches not in marks:
@@ -150,7 +172,7 @@ class PositionedBatches(BatchSampler):
             if before is not None
             else {
                 "length": length_of(whole),
-                "seed": self.source.seed if is_seeded else None,
+                "seed": getattr(self.source, "seed", None) if is_seeded or self.is_in_batches else None,
                 "shuffle": self.source.shuffle if is_seeded else None,
                 "drawn_by": type(whole).__name__,
                 "random": None if is_seeded or type(whole) is SequentialSampler else reading.random.to_plain(),

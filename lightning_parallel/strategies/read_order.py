@@ -78,7 +78,7 @@ class WholeOrder:
         self._num_ranks, self._rank = shares_of(source)
         self._consumed = int(entry["consumed"])
         drawn = self._source(source, epoch)
-        own, length = generators_of(source, drawn), length_of(drawn)
+        own, length = generators_of(source, drawn), length_of(source_of_all_ranks(source, entry["unit"] == "batches"))
         if length != entry["length"]:
             raise NoOrderError(f"it has {length} {entry['unit']} in place of {entry['length']}")
         with unchanged_generators(HOST):
@@ -94,8 +94,11 @@ class WholeOrder:
 
     def _source(self, source: Any, epoch: int) -> Any:
         entry = self._entry
-        if entry["seed"] is not None:
-            found: Any = DistributedSampler(range(entry["length"]), 1, 0, entry["shuffle"], entry["seed"])  # type: ignore[arg-type]
+        if isinstance(source, BatchesOfRank):
+            found: Any = source.batch_sampler
+            source.seed = source.seed if entry["seed"] is None else entry["seed"]
+        elif entry["seed"] is not None:
+            found = DistributedSampler(range(entry["length"]), 1, 0, entry["shuffle"], entry["seed"])  # type: ignore[arg-type]
         elif type(source) is DistributedSampler and entry["drawn_by"] == RandomSampler.__name__:
             generator = torch.Generator() if entry["generators"] else None
             found = RandomSampler(range(entry["length"]), generator=generator)

@@ -61,12 +61,13 @@ def _own_entry(training: _lightning.epochs.Pass, index: int, behind: int, states
     batches = batches_of(loader)
     if batches is None:
         return {"kind": "none", "reason": "which has no indices whose order can be drawn again"}, None
-    number = _torch.loaders.num_read(training.iterators[index]) if index < len(training.iterators) else 0
+    iterator = training.iterators[index] if index < len(training.iterators) else None
+    number = _torch.loaders.num_read(iterator)
     if training.mode == "max_size":
         number = min(number, training.num_taken - behind)
     else:
         number -= behind
-    found = batches.entry(max(0, number))
+    found = batches.entry(_torch.loaders.indices_of(iterator), max(0, number))
     if found is None:
         return {"kind": "none", "reason": "of which no batch had been read when it was saved"}, None
     return found

@@ -225,9 +225,11 @@ def _dealt_out(loader: Any) -> tuple[list[int] | None, int, int]:
 
     No generator changes.
     """
-    if not isinstance(loader, DataLoader) or not isinstance(loader.batch_sampler, BatchSampler | BatchesOfRank):
+    # The strategy notes what is read through its own batch sampler.
+    noting = getattr(loader, "batch_sampler", None)
+    inner = getattr(noting, "batches", noting)
+    if not isinstance(loader, DataLoader) or not isinstance(inner, BatchSampler | BatchesOfRank):
         return None, 0, 0
-    inner = loader.batch_sampler
     of_batches = inner.batch_sampler if isinstance(inner, BatchesOfRank) else inner
     sampler = getattr(of_batches, "sampler", None)
     known = (RandomSampler, SequentialSampler, DistributedSampler)

@@ -67,12 +67,23 @@ class Stateful:
         self.position, self.restored = state["position"], True
 
 
+class Layer(nn.Module):
+    """One of a stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + self.linear(values).tanh()
+
+
 class Reads(L.LightningModule):
     """Notes epoch, index and samples of each batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+        self.layers = nn.Sequential(*(Layer() for _ in range(4)))
         self.seen: list[tuple[int, int, list[int]]] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -117,7 +128,7 @@ def loaders(kind: str, readers: int, rank: int, size: int) -> Any:
     options: dict[str, Any] = {
         "sequential": {"batch_size": size},
         "batches": {"batch_sampler": BatchSampler(RandomSampler(data), size, drop_last=True)},
-        "buckets": {"batch_sampler": Buckets(len(data))},
+        "buckets": {"batch_sampler": Buckets(NUM_SAMPLES)},
         "weighted": {"batch_size": size, "sampler": WeightedRandomSampler(range(1, 1 + len(data)), len(data))},
         "single": {"batch_size": None, "shuffle": True, "collate_fn": lambda value: value[None]},
         "workers": {"batch_size": size, "shuffle": True, "num_workers": 2},

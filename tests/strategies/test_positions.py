@@ -38,7 +38,7 @@ def test_the_rest_is_that_of_the_uninterrupted_run(ranks: Any, tmp_path: Path, k
         assert ours["loaded"] == theirs["loaded"][-len(ours["loaded"]) :]  # what was read is not loaded again
         assert ours["told"] == []
     assert difference(resumed[0]["weights"], whole[0]["weights"]) == 0
-    assert len(resumed[0]["seen"]) > 3
+    assert len(resumed[0]["seen"]) >= 3
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,12 @@ def test_the_rest_is_that_of_the_uninterrupted_run(ranks: Any, tmp_path: Path, k
         ("ddp_custom", "pp_custom"),
     ],
 )
-@pytest.mark.parametrize("size", [0, 1])
-def test_other_ranks_read_what_is_left(ranks: Any, tmp_path: Path, writer: str, reader: str, size: int) -> None:
+@pytest.mark.parametrize("is_other", [False, True])
+def test_other_ranks_read_what_is_left(ranks: Any, tmp_path: Path, writer: str, reader: str, is_other: bool) -> None:
     path = str(tmp_path / "middle.ckpt")
     whole = run(ranks, writer, path, save=2)
-    read = sorted(
-        each for rank in whole for epoch, index, batch in rank["seen"] if not epoch and index < 2 for each in batch
-    )
+    read = [each for rank in whole for _, _, batch in rank["seen"][:2] for each in batch]
+    size = (4 if reader == "ddp_custom" else 2) if is_other else 0
     resumed = run(ranks, reader, path, from_path=path, size=size)
     assert sorted(read + samples(resumed, 0)) == samples(resumed, 1) == list(range(NUM_SAMPLES))
     last = max(index for epoch, index, _ in resumed[0]["seen"] if epoch == 1)
