@@ -109,9 +109,8 @@ class _ElsewhereCLI(RecipeCLI):
             trainer["precision"] = "bf16-mixed"
         if isinstance(text := self._get(self.config, "strategy"), str):
             self.config["strategy"] = _on_host(text)
-        elif isinstance(given := trainer.get("strategy"), str):
-            trainer["strategy"] = given
-        elif given is not None and (init_args := given.get("init_args")) is not None:
+        given = trainer.get("strategy")
+        if not isinstance(given, str | None) and (init_args := given.get("init_args")) is not None:
             _without_hardware(init_args)
         super().before_instantiate_classes()
         if not self._builds:
@@ -175,15 +174,17 @@ def _folder(logger: Any, dirpath: Any, root: str) -> Folder:
 def _alone() -> Iterator[None]:
     """Hide the launcher around this process, such as an allocation of SLURM, and keep the terminal for the result."""
     hidden = {name: os.environ[name] for name in os.environ if name.startswith(_OF_LAUNCHERS) or name in _OF_RANKS}
-    disabled = logging.root.manager.disable
+    disabled, given = logging.root.manager.disable, sys.argv
     for name in hidden:
         del os.environ[name]
     logging.disable(logging.INFO)
+    sys.argv = sys.argv[:1]  # Lightning's CLI warns of arguments that it is not given
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
         logging.disable(disabled)
+        sys.argv = given
         os.environ.update(hidden)
 
 
