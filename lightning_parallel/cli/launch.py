@@ -105,7 +105,7 @@ def _text(options: argparse.Namespace, job: Job, recipe: LaunchedRecipe) -> str:
 
 
 def notes(options: argparse.Namespace, job: Job, recipe: LaunchedRecipe) -> list[str]:
-    """What a run would lose that is started again, as far as the recipe tells.
+    """Losses of a run that is started again, as far as the recipe tells.
 
     Args:
         options: Those of the command.

@@ -141,7 +141,7 @@ def _place_violations(options: argparse.Namespace) -> list[str]:
 
 
 def request_of(options: argparse.Namespace) -> Request:
-    """What is asked of SLURM."""
+    """The request to SLURM."""
     return Request(time=options.time, partition=options.partition, account=options.account, gres=options.gres)
 
 

@@ -32,7 +32,7 @@ _CALLBACK, _LOGS = "ModelCheckpoint", "lightning_logs"
 
 @dataclass
 class LaunchedRecipe:
-    """What a recipe says of the run.
+    """The words of a recipe on the run.
 
     Args:
         violations: Reasons why it cannot run on as many ranks.

@@ -15,7 +15,7 @@ from lightning_parallel.launch.torchrun import SHUTDOWN
 _PORT = 29500
 _NODE = "node"
 _RANDOM = "-xxxxx"
-"""What Kubernetes puts behind the name of a pod."""
+"""The part that Kubernetes puts behind the name of a pod."""
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _RUNTIME = "torch-distributed"
 _PATIENCE = [{"name": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "value": SHUTDOWN}]

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_parallel.cli import launch as command
 from lightning_parallel.cli.launch import launch
 from lightning_parallel.errors import ConfigurationError
-from tests.cli.command import CONFIG, ROOT, run
+from tests.cli.command import CONFIG, ROOT
 
 
 @pytest.fixture
@@ -149,14 +148,15 @@ def test_submitting(monkeypatch: pytest.MonkeyPatch, recipe: str, tmp_path: Path
     assert (tmp_path / "seen").read_text() == "#!/bin/bash\n"
 
 
-def test_help_answers_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "launch", lambda _: 1 / 0)
-    assert run(monkeypatch, "launch", "--help") == 0
-    assert "--gpus-per-node" in capsys.readouterr().out
-    then = "import sys; from lightning_parallel.cli.main import main; sys.argv[1:] = ['launch', '--help']; main(); "
-    code = f"{then}assert not {{'torch', 'lightning'}} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+def test_help_answers_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "lightning-parallel"
+    then = "import sys\nassert not {'torch', 'lightning'} & set(sys.modules), 'imported'\n"
+    script.write_text(f"from lightning_parallel.cli.main import main\nmain()\n{then}")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, script, "launch", "--help"]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert "--gpus-per-node" in done.stdout
 
 
 @pytest.mark.slow
@@ -183,7 +183,7 @@ def test_the_script_of_torchrun_runs(recipe: str, programs: dict[str, str], tmp_
 
 @pytest.mark.slow
 def test_the_container_of_a_jobset_runs(recipe: str, programs: dict[str, str], tmp_path: Path) -> None:
-    """Two pods in this machine: their node ranks are those of the completion index, and the name of node 0 is this one."""
+    """Two pods on this machine: their node ranks are those of the completion index, and node 0 is at its address."""
     more = [f"--output={tmp_path / 'run.yaml'}", "--image=i"]
     assert launch(arguments(recipe, "kubernetes", *more)) == 0
     spec = yaml.safe_load((tmp_path / "run.yaml").read_text())["spec"]["replicatedJobs"][0]["template"]["spec"]

@@ -30,10 +30,8 @@ def errors_in(given: Any, schema: dict[str, Any], path: str = "") -> Iterator[st
         yield f"{path}: {given!r} is not one of {schema['enum']}"
     if "pattern" in schema and not re.search(schema["pattern"], str(given)):
         yield f"{path}: {given!r} does not match"
-    if given_number := isinstance(given, int) and not isinstance(given, bool):
-        is_small = given_number and given < schema.get("minimum", given)
-        if is_small or given > schema.get("maximum", given):
-            yield f"{path}: {given} is out of range"
+    if isinstance(given, int) and not schema.get("minimum", given) <= given <= schema.get("maximum", given):
+        yield f"{path}: {given} is out of range"
     if isinstance(given, str) and not schema.get("minLength", 0) <= len(given) <= schema.get("maxLength", len(given)):
         yield f"{path}: {given!r} is too short or too long"
     if isinstance(given, list) and not schema.get("minItems", 0) <= len(given) <= schema.get("maxItems", len(given)):

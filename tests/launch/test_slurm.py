@@ -14,11 +14,44 @@ from lightning_parallel.launch.command import Command
 from lightning_parallel.launch.job import Folder, Job
 from lightning_parallel.launch.slurm import Request, slurm_name_violations, slurm_script
 
-OPTIONS = set(
-    "account array begin comment constraint cpus-per-gpu cpus-per-task dependency error exclude exclusive export "
-    "gpus gpus-per-node gpus-per-task gres job-name mail-type mail-user mem mem-per-cpu mem-per-gpu nodelist nodes "
-    "no-requeue ntasks ntasks-per-node open-mode output partition qos requeue reservation signal time wrap".split()
-)
+OPTIONS = {
+    "account",
+    "array",
+    "begin",
+    "comment",
+    "constraint",
+    "cpus-per-gpu",
+    "cpus-per-task",
+    "dependency",
+    "error",
+    "exclude",
+    "exclusive",
+    "export",
+    "gpus",
+    "gpus-per-node",
+    "gpus-per-task",
+    "gres",
+    "job-name",
+    "mail-type",
+    "mail-user",
+    "mem",
+    "mem-per-cpu",
+    "mem-per-gpu",
+    "nodelist",
+    "nodes",
+    "no-requeue",
+    "ntasks",
+    "ntasks-per-node",
+    "open-mode",
+    "output",
+    "partition",
+    "qos",
+    "requeue",
+    "reservation",
+    "signal",
+    "time",
+    "wrap",
+}
 """Of the manual of sbatch; those that are common."""
 COMMAND = Command(("fit", "--config", "a recipe.yaml", "--model.text=$HOME"))
 

@@ -12,9 +12,32 @@ from typing import Any
 import yaml
 
 REACHED = frozenset(
-    "spec network failurePolicy replicatedJobs template trainer runtimeRef runtimePatches trainingRuntimeSpec runPolicy "
-    "pytorchReplicaSpecs containers env valueFrom fieldRef ports resources resourcesPerNode limits requests volumes "
-    "volumeMounts emptyDir persistentVolumeClaim".split()
+    {
+        "spec",
+        "network",
+        "failurePolicy",
+        "replicatedJobs",
+        "template",
+        "trainer",
+        "runtimeRef",
+        "runtimePatches",
+        "trainingRuntimeSpec",
+        "runPolicy",
+        "pytorchReplicaSpecs",
+        "containers",
+        "env",
+        "valueFrom",
+        "fieldRef",
+        "ports",
+        "resources",
+        "resourcesPerNode",
+        "limits",
+        "requests",
+        "volumes",
+        "volumeMounts",
+        "emptyDir",
+        "persistentVolumeClaim",
+    }
 )
 KEPT = ("type", "required", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "maxItems", "minItems")
 KEPT_OF_KUBERNETES = ("x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields")
