@@ -308,6 +308,14 @@ def is_accumulating(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
+def logged_step(trainer: Trainer) -> int:
+    """The step under which `trainer` gives values to loggers now.
+
+    `_TrainingEpochLoop._batches_that_stepped`, since 1.5; waits for a public property.
+    """
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
 def reset_logged(trainer: Trainer) -> None:
     """Forget what was logged so far. `Trainer._logger_connector`, since 1.6; waits for a public call."""
     trainer._logger_connector.reset_metrics()

@@ -32,7 +32,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if any(other in name for other in _OTHER_CARDS):
         return None
     peaks = next((peaks for part, peaks in _PEAKS.items() if part in name), None)
-    return None if peaks is None else peaks.get(_kind_of(precision))
+    kind = _kind_of(precision)
+    return None if peaks is None or kind is None else peaks[kind]
 
 
 def _kind_of(precision: str) -> str | None:

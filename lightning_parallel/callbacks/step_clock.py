@@ -115,21 +115,26 @@ class Phases:
         self._marks.append(self.clock.mark())
 
     @property
-    def is_empty(self) -> bool:
-        """Whether nothing has begun."""
-        return not self._marks
+    def name(self) -> str:
+        """The phase that goes on."""
+        return self._names[-1]
 
-    def cut(self) -> Phases:
-        """Begin anew in the phase that goes on; what was before comes back as a stretch of its own, which has ended."""
-        assert not self.is_empty
-        mark = self.clock.mark()
-        before = Phases(self.clock, self._names, [*self._marks, mark])
-        self._names, self._marks = [self._names[-1]], [mark]
+    def cut(self, *, without: str = "") -> Phases:
+        """Begin anew in the phase that goes on; what was before comes back as a stretch of its own, which has ended.
+
+        Args:
+            without: A phase that is left out of that stretch if it is the last.
+        """
+        if without and self.name == without:
+            before = Phases(self.clock, self._names[:-1], self._marks)
+        else:
+            before = Phases(self.clock, self._names, [*self._marks, self.clock.mark()])
+        self._names, self._marks = [self.name], [before._marks[-1]]
         return before
 
     def is_over(self) -> bool:
         """Whether the device has come to its end."""
-        return self.is_empty or self.clock.is_over(self._marks[-1])
+        return self.clock.is_over(self._marks[-1])
 
     def seconds(self, *, waits: bool = False) -> dict[str, float]:
         """Phase -> its seconds, those without a name left out; of a stretch that `cut` has given, once.
