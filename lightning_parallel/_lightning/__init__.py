@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_parallel._lightning import logs as logs
 from lightning_parallel._lightning import signals as signals
 
 if TYPE_CHECKING:
@@ -306,14 +307,6 @@ def is_accumulating(trainer: Trainer) -> bool:
     `_TrainingEpochLoop._should_accumulate`, since 1.1; waits for a public property.
     """
     return trainer.fit_loop.epoch_loop._should_accumulate()
-
-
-def logged_step(trainer: Trainer) -> int:
-    """The step under which `trainer` gives values to loggers now.
-
-    `_TrainingEpochLoop._batches_that_stepped`, since 1.5; waits for a public property.
-    """
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def reset_logged(trainer: Trainer) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Amounts:
-    """What steps have trained on; not a number where a batch does not show it.
+    """Samples and tokens on which steps have trained; not a number where a batch does not show it.
 
     Args:
         samples: The samples.

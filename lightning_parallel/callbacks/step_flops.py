@@ -169,7 +169,7 @@ class StepFlops:
         return FlopsOfUnit(model, model + again)
 
     def left_out(self, known: FlopsOfUnit) -> list[str]:
-        """What is left out and why, in words, once a step was counted.
+        """Sentences that say which FLOPs are left out and why, once a step was counted.
 
         Args:
             known: The FLOPs that are known.

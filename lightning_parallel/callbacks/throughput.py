@@ -158,7 +158,7 @@ class Throughput(Callback):
                 self._log.say(sentence)
         total = Amounts(*self._total.numbers)
         phases = self._phases.cut(without=_BETWEEN)
-        self._closed.append(Window(phases, timed, total, self._known, _lightning.logged_step(trainer)))
+        self._closed.append(Window(phases, timed, total, self._known, _lightning.logs.logged_step(trainer)))
         self._pending, self._timed = Amounts(), Amounts()
 
     def _read(self, trainer: Trainer, *, waits: bool = False) -> None:
