@@ -46,8 +46,8 @@ class FlopCount:
         unknown: Names of operations that have no formula; each may be more than none.
         is_paused: Whether nothing counts now.
 
-    `torch.utils.flop_counter.flop_registry` and the attribute `_get_raw` of formulas, since 2.1 and 2.2;
-    `torch._C._current_graph_task_id`, since 2.0. They wait for a counter that knows recomputation.
+    `torch.utils.flop_counter.flop_registry`, since 2.1, and `torch._C._current_graph_task_id`, since 2.0; they wait for
+    a counter that knows recomputation.
 
     Example:
         >>> with FlopCount() as count:
@@ -64,7 +64,8 @@ class FlopCount:
 
     def __enter__(self) -> FlopCount:
         formulas = {packet: self._noted(packet, formula) for packet, formula in _formulas().items()}
-        self._counter = FlopCounterMode(display=False, custom_mapping=formulas)
+        self._counter = FlopCounterMode(display=False)
+        self._counter.flop_registry = formulas
         self._counter.mod_tracker = _NoTracker()  # type: ignore[assignment]
         self._counter.__enter__()
         self._names.__enter__()
@@ -95,7 +96,6 @@ class FlopCount:
             self.again += scores
             return found
 
-        note._get_raw = True  # type: ignore[attr-defined]
         return note
 
 

@@ -223,7 +223,7 @@ class Throughput(Callback):
             return int(batch[self._key].numel())
         except (KeyError, IndexError, TypeError, AttributeError):
             raise ConfigurationError(
-                [f"Throughput(key={self._key!r}): the batch is a {type(batch).__name__} without such a tensor"]
+                [f"Throughput(key={self._key!r}): the batch is a {type(batch).__name__} without it; give another key"]
             ) from None
 
 

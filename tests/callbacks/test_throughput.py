@@ -213,7 +213,7 @@ def test_tokens_by_a_function_or_a_key() -> None:
         trainer_for("auto", 1, callbacks=[meter]).fit(ByteGPT(), loader(1, 2))
         assert meter.latest["throughput/tokens"] == 2 * 8 * (LENGTH if "key" in options else 5)
     for options, words in (
-        ({"key": "labels"}, "the batch is a list without such a tensor"),
+        ({"key": "labels"}, "the batch is a list without it; give another key"),
         ({"tokens": lambda batch: "many"}, "returned a str; return an int"),
     ):
         with pytest.raises(ConfigurationError, match=words):
