@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +29,8 @@ _OWN_FORMULAS = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
 }
 """Kernels without a formula in torch -> those that have the same shapes and products."""
-_PLAIN = ("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp")
-"""Namespaces whose operations have a formula where they are products, but for those of the next table."""
+_PLAIN = ("aten", "prim", "prims", "profiler", "fsdp")
+"""Namespaces, besides those of collectives, whose products have a formula, but for those of the next table."""
 _RECURRENT = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn")
 
 
@@ -125,7 +125,8 @@ class _Unknown(TorchDispatchMode):
         packet = getattr(func, "overloadpacket", func)
         if not self._count.is_paused and packet not in flop_counter.flop_registry:
             name = _name(packet)
-            if getattr(func, "namespace", "") not in _PLAIN or name in _RECURRENT:
+            namespace = str(getattr(func, "namespace", ""))
+            if name in _RECURRENT or not (namespace in _PLAIN or "c10d" in namespace):
                 self._count.unknown.add(name)
         return func(*args, **(kwargs or {}))
 
@@ -157,7 +158,7 @@ def _is_computed_again() -> bool:
     """
     if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
         return False
-    is_in_graph, is_in_checkpoint, frame = False, False, sys._getframe(1)
+    is_in_graph, is_in_checkpoint, frame = False, False, inspect.currentframe()
     while frame is not None:  # outwards
         if frame.f_code.co_filename == checkpoint.__file__:
             if not is_in_graph:
