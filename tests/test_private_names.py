@@ -83,6 +83,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "trainer.fit_loop": f"{LOOPS}fit_loop._FitLoop",
         "trainer.fit_loop.epoch_loop": f"{LOOPS}training_epoch_loop._TrainingEpochLoop",
     },
+    "_lightning/logs.py": {"trainer.fit_loop.epoch_loop": f"{LOOPS}training_epoch_loop._TrainingEpochLoop"},
     "_lightning/signals.py": {
         "loop": f"{LOOPS}training_epoch_loop._TrainingEpochLoop",
         "thread": "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver",
@@ -95,6 +96,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
 STRINGS = {
     "_torch/attention.py": ("torch.ops.aten",),
     "_torch/autograd.py": ("torch.utils.checkpoint",),
+    "_torch/flops.py": ("torch.ops.aten",),
     "_torch/fsdp.py": (f"{FSDP}_fsdp_param.FSDPParam", f"{FSDP}_fsdp_state.FSDPState"),
     "_torch/modules.py": ("torch.nn.Module", "torch._dynamo.eval_frame.OptimizedModule"),
     "_lightning/__init__.py": (
