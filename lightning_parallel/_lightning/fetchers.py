@@ -20,7 +20,7 @@ END = 2**31 - 1
 
 
 def set_loaders_ready(trainer: Trainer, called: Callable[[], None] | None) -> None:
-    """Let `trainer` call `called` whenever it has new training loaders, before anything reads how many batches they have.
+    """Let `trainer` call `called` whenever it has new training loaders, before anything reads their number of batches.
 
     `_FitLoop.setup_data`, since 2.0, and `_data_fetcher`, since 1.5; wait for a hook behind the loaders.
 

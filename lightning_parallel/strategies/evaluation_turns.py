@@ -212,6 +212,6 @@ def _without(has: Sequence[bool]) -> str:
 
 
 _ITERATOR = (
-    "the evaluation ends on all ranks where {} came to an end, since a step that takes dataloader_iter reads its batches "
-    f"by itself; what other ranks have left is read by nobody. {ADVICE}"
+    "the evaluation ends on all ranks where {} came to an end, since a step that takes dataloader_iter reads its "
+    f"batches by itself; what other ranks have left is read by nobody. {ADVICE}"
 )

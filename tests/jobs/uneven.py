@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -62,7 +63,7 @@ class Module(DeepTied):
 def batches_of(reader: int, sizes: Sequence[int]) -> list[list[Tensor]]:
     rows = data_of("byte_gpt", 64, 1).tensors[0]  # type: ignore[attr-defined]
     starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
-    return [[rows[32 * reader + start : 32 * reader + end]] for start, end in zip(starts, starts[1:], strict=False)]
+    return [[rows[32 * reader + start : 32 * reader + end]] for start, end in itertools.pairwise(starts)]
 
 
 def loader_of(strategy: str, num_ranks: int, sizes: Sequence[Sequence[int]], kind: str) -> DataLoader[Any]:
@@ -79,8 +80,8 @@ def loader_of(strategy: str, num_ranks: int, sizes: Sequence[Sequence[int]], kin
     batches = batches_of(reader, sizes[reader])
     if kind == "stream":
         return DataLoader(Stream(batches), batch_size=None)  # type: ignore[arg-type]
-    rows = torch.cat([each[0] for each in batches])
-    return DataLoader(TensorDataset(rows), batch_size=SIZE)
+    rows = [row for each in batches for row in each[0]]
+    return DataLoader(TensorDataset(torch.stack(rows)) if rows else [], batch_size=SIZE)  # type: ignore[arg-type]
 
 
 def trained(
