@@ -28,19 +28,18 @@ def set_loaders_ready(trainer: Trainer, called: Callable[[], None] | None) -> No
         trainer: The trainer.
         called: Without arguments; ``None`` undoes it.
     """
-    loop = trainer.fit_loop
-    vars(loop).pop("setup_data", None)
+    vars(trainer.fit_loop).pop("setup_data", None)
     if called is None:
         return
-    set_up = loop.setup_data
+    set_up = trainer.fit_loop.setup_data
 
     def setup_data() -> None:
-        before = loop._data_fetcher
+        before = trainer.fit_loop._data_fetcher
         set_up()
-        if loop._data_fetcher is not None and loop._data_fetcher is not before:
+        if trainer.fit_loop._data_fetcher is not None and trainer.fit_loop._data_fetcher is not before:
             called()
 
-    vars(loop)["setup_data"] = setup_data
+    vars(trainer.fit_loop)["setup_data"] = setup_data
 
 
 def training_length(trainer: Trainer) -> int | None:

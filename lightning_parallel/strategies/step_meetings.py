@@ -112,7 +112,7 @@ _PASSING_ON = (
 _ASKED = "lightning_parallel.strategies.process_group"
 """Collectives of the strategy, which logs and user code call."""
 _WITHOUT = (
-    "{name}() {at} waits for all ranks, but {without} of those that evaluate have no batch left. Collect values of "
+    "{name}() {at} waits for all ranks, but there is no batch left for {without}. Collect values of "
     "steps in a metric of torchmetrics or by self.log(..., on_epoch=True, sync_dist=True), whose ranks meet at the end "
     "of the epoch, and leave out on_step=True; or give every rank as many batches"
 )
