@@ -117,3 +117,24 @@ def validated(
         "sum": float(module.sum.compute()),
     }
     return found, len(module.seen), len(module.ends)
+
+
+class Gathering(Module):
+    """Meets the other ranks in each step of an evaluation."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+        self.all_gather(batch[0].float().mean())
+
+
+def gathered(strategy: str, num_ranks: int, sizes: Sequence[Sequence[int]], kind: str) -> None:
+    """Validate with a meeting in each step."""
+    trainer = trainer_for(strategy, num_ranks, use_distributed_sampler=False)
+    trainer.validate(Gathering(), loader_of(strategy, num_ranks, sizes, kind), verbose=False)
+
+
+def one_sharer_shorter(strategy: str) -> None:
+    """Two ranks that compute the same samples are given different numbers of batches."""
+    batches = batches_of(0, [4] * (5 - 2 * dist.get_rank()))
+    trainer = trainer_for(strategy, 2, use_distributed_sampler=False, limit_val_batches=0)
+    trainer.fit(Module(), DataLoader(Stream(batches), batch_size=None))  # type: ignore[arg-type]

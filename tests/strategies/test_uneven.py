@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs.uneven import batches_of, trained, validated
+from tests.jobs.uneven import batches_of, gathered, one_sharer_shorter, trained, validated
 from tests.parity import TOLERANCE, difference
 from tests.rank_pool import RankError
 
@@ -47,3 +47,22 @@ def test_evaluation_counts_each_sample_once(name: str, kind: str, fits: bool, ra
 def test_a_rank_without_batches(job: Any, kind: str, ranks: Any) -> None:
     with pytest.raises(RankError, match="rank 1 has no batch"):
         ranks(2).run(job, "fsdp_custom", 2, [THREE, []], kind, deadline=60)
+
+
+@pytest.mark.parametrize("kind", ["stream", "sized"])
+def test_meetings_in_steps_that_a_rank_does_not_run(kind: str, ranks: Any) -> None:
+    """Up to there they are the user's; all ranks say why, where all run the step."""
+    ranks(2).run(gathered, "fsdp_custom", 2, [THREE, THREE], kind, deadline=60)
+    with pytest.raises(RankError, match=r"waits for all ranks, but there is no batch left for rank 1"):
+        ranks(2).run(gathered, "fsdp_custom", 2, [FIVE, THREE], kind, deadline=60)
+
+
+@pytest.mark.parametrize("name", ["tp_custom", "pp_custom"])
+def test_ranks_that_share_samples(name: str, ranks: Any) -> None:
+    found = ranks(2).run(trained, name, 2, [[4, 4, 2]], "stream", accumulate_grad_batches=2, deadline=60)
+    one = trained("auto", 1, [[4, 4, 2]], "stream", accumulate_grad_batches=2)
+    assert difference(found[0][0], one[0]) <= TOLERANCE
+    assert found[0][1] == found[1][1] == one[1]
+    assert not found[0][2]
+    with pytest.raises(RankError, match="ranks 0 and 1 compute the same samples together"):
+        ranks(2).run(one_sharer_shorter, name, deadline=60)
