@@ -102,6 +102,7 @@ _PASSING_ON = (
     "functools",
     "lightning_parallel._",
     "lightning_parallel.ranks.",
+    "torch._dynamo.",
     "torch.autograd.",
     "torch.distributed.c10d_logger",
     "torch.distributed.distributed_c10d",
