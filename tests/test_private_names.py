@@ -84,6 +84,12 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "trainer.fit_loop.epoch_loop": f"{LOOPS}training_epoch_loop._TrainingEpochLoop",
     },
     "_lightning/logs.py": {"trainer.fit_loop.epoch_loop": f"{LOOPS}training_epoch_loop._TrainingEpochLoop"},
+    "_lightning/fetchers.py": {
+        "loop": f"{LOOPS}evaluation_loop._EvaluationLoop",
+        "loop._combined_loader": "lightning.pytorch.utilities.combined_loader.CombinedLoader",
+        "sampler": "lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper",
+        "trainer.fit_loop": f"{LOOPS}fit_loop._FitLoop",
+    },
     "_lightning/signals.py": {
         "loop": f"{LOOPS}training_epoch_loop._TrainingEpochLoop",
         "thread": "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver",
