@@ -83,6 +83,27 @@ def uneven_sharers(values: Sequence[object], readers: Sequence[int]) -> list[str
     return []
 
 
+def unequal_sharers(found: Sequence[object], readers: Sequence[int], of: str) -> list[str]:
+    """The reason why ranks that share samples cannot go on where they have read different ones.
+
+    Args:
+        found: Of each rank, what it has read.
+        readers: Of each rank, its place among those that read different samples.
+        of: What the batch is for, such as ``"validate, loader 0"``.
+    """
+    first: dict[int, int] = {}
+    for rank, reader in enumerate(readers):
+        other = first.setdefault(reader, rank)
+        if found[rank] != found[other]:
+            return [
+                f"ranks {other} and {rank} compute the same samples together, and have read different ones as their "
+                f"first batch ({of}): a data set that deals out samples by the number of a rank has to do it by "
+                "trainer.distributed_sampler_kwargs, and one that draws them, or changes them at random, needs "
+                "seed_everything(seed, workers=True)"
+            ]
+    return []
+
+
 def named(ranks: Sequence[int]) -> str:
     """Ranks in words, such as ``"ranks 1, 3"``."""
     some = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")

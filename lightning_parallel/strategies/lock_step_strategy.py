@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_parallel import _lightning
+from lightning_parallel.ranks.fingerprints import of_batch
 from lightning_parallel.ranks.mesh import build_host_group
 from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.strategies.epoch_ends import EpochEnds
 from lightning_parallel.strategies.evaluation_turns import EvaluationTurns, nothing_left
-from lightning_parallel.strategies.loader_lengths import length_violations
+from lightning_parallel.strategies.loader_lengths import length_violations, unequal_sharers
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ class LockStepStrategy(ProcessGroupStrategy):
     _epoch_ends: EpochEnds | None = None
     _turns: EvaluationTurns | None = None
     _readers: list[int]
+    _compared: set[tuple[Any, int]]
 
     @property
     def _host_group(self) -> dist.ProcessGroup:
@@ -37,6 +40,7 @@ class LockStepStrategy(ProcessGroupStrategy):
     def setup(self, trainer: Trainer) -> None:
         if self.world_size > 1:
             self._readers = of_all_ranks(self.data_rank)
+            self._compared = set()
             if trainer.state.fn == TrainerFn.FITTING:
                 # Before `configure_optimizers`, in which a schedule may ask how many steps there will be.
                 self._epoch_ends = EpochEnds(trainer, self._host_group, self._readers, self.refuse)
@@ -48,6 +52,23 @@ class LockStepStrategy(ProcessGroupStrategy):
         if self.world_size > 1 and self._has_to_meet:
             self.refuse(length_violations(of_all_ranks(sized_len(loader))))
         return loader
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        trainer = self.module.trainer
+        loader = trainer.state.stage, dataloader_idx
+        if self._shares_samples and loader not in self._compared and self._has_to_meet:
+            # Once for each loader: a set-up in which ranks read different samples shows in the first batch.
+            self._compared.add(loader)
+            found = of_all_ranks(of_batch(batch))
+            stage = getattr(trainer.state.stage, "value", "the run")
+            self.refuse(unequal_sharers(found, self._readers, f"{stage}, loader {dataloader_idx}"))
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @property
+    def _shares_samples(self) -> bool:
+        """Whether several ranks compute the same samples together."""
+        return self.world_size > 1 and len(set(self._readers)) < self.world_size
 
     @property
     def _has_to_meet(self) -> bool:

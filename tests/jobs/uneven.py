@@ -133,6 +133,16 @@ def gathered(strategy: str, num_ranks: int, sizes: Sequence[Sequence[int]], kind
     trainer.validate(Gathering(), loader_of(strategy, num_ranks, sizes, kind), verbose=False)
 
 
+def different_sharers(strategy: str, *, fits: bool) -> None:
+    """Two ranks that compute the same samples together read different ones, as a stream for each rank gives them."""
+    loader: Any = DataLoader(Stream(batches_of(dist.get_rank(), [4, 4])), batch_size=None)  # type: ignore[arg-type]
+    trainer = trainer_for(strategy, 2, use_distributed_sampler=False, limit_val_batches=0 if fits else 1.0)
+    if fits:
+        trainer.fit(Module(), loader)
+    else:
+        trainer.validate(Module(), loader, verbose=False)
+
+
 def one_sharer_shorter(strategy: str) -> None:
     """Two ranks that compute the same samples are given different numbers of batches."""
     batches = batches_of(0, [4] * (5 - 2 * dist.get_rank()))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs.uneven import batches_of, gathered, one_sharer_shorter, trained, validated
+from tests.jobs.uneven import batches_of, different_sharers, gathered, one_sharer_shorter, trained, validated
 from tests.parity import TOLERANCE, difference
 from tests.rank_pool import RankError
 
@@ -66,3 +66,12 @@ def test_ranks_that_share_samples(name: str, ranks: Any) -> None:
     assert not found[0][2]
     with pytest.raises(RankError, match="ranks 0 and 1 compute the same samples together"):
         ranks(2).run(one_sharer_shorter, name, deadline=60)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("name", ["tp_custom", "cp_custom", "pp_custom"])
+def test_ranks_that_should_share_samples_and_do_not(name: str, fits: bool, ranks: Any) -> None:
+    """Without a word from the package, validation would wait for ever, or give the numbers of a mixture."""
+    words = rf"have read different ones as their first batch \({'train' if fits else 'validate'}, loader 0\)"
+    with pytest.raises(RankError, match=words):
+        ranks(2).run(different_sharers, name, fits=fits, deadline=60)
