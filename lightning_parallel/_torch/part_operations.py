@@ -55,6 +55,7 @@ def ask_readers(part: Callable[..., Tensor]) -> None:
     drawing = {operation for operation in _DRAWING if not any(each.is_out for each in operation._schema.arguments)}
     handlers.update(dict.fromkeys(drawing, functools.partial(_drawn, part)))
     handlers[torch.ops.aten.cat.default] = _joined
+    handlers[torch.ops.aten._is_any_true.default] = _any_here
     take_mixed_lists()
 
 
@@ -77,6 +78,11 @@ def _equal(operation: Any, args: Any, kwargs: Any) -> Any:
     # One may be no DTensor: Lightning's fine-tuning callbacks look for a parameter among all that an optimizer has.
     one, other = (reader.whole(each, "torch.equal") if isinstance(each, DTensor) else each.cpu() for each in args)
     return torch.equal(one, other)
+
+
+def _any_here(operation: Any, args: Any, kwargs: Any) -> Any:
+    """Whether anything is true in this rank's part, which `torch.autograd.detect_anomaly` asks of each gradient."""
+    return operation(args[0]._local_tensor, *args[1:], **kwargs)
 
 
 def _joined(operation: Any, args: Any, kwargs: Any) -> Any:

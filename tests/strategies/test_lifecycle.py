@@ -341,6 +341,14 @@ def test_scripted_modules_train(ranks: Any, make: Any, strategy: str) -> None:
     assert difference(found.final, expected.final) <= TOLERANCE
 
 
+@pytest.mark.parametrize("strategy", ["fsdp_custom", "tp_custom"])
+def test_anomaly_detection(ranks: Any, strategy: str) -> None:
+    readers = num_readers(strategy, 2)
+    found = ranks(2).run(train_module, ByteGPT, loader(readers), strategy, 2, detect_anomaly=True)[0]
+    expected = train_module(ByteGPT, loader(1), "auto", 1)
+    assert difference(found.final, expected.final) <= TOLERANCE
+
+
 def test_a_module_too_large_to_be_whole_stays_sharded(ranks: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "large.ckpt")
     found = ranks(2).run(too_large_to_be_whole, 2, path)[0]
