@@ -48,6 +48,9 @@ class StepHooks:
             if isinstance(added, OffloadedState):
                 added.store()
 
+    meets_in_steps = False
+    """Whether all ranks have to run a step together, as those do that gather parameters in it."""
+
     @property
     def place(self) -> str:
         """Where in a step this rank is; ranks that have called the same units return the same."""
@@ -65,18 +68,6 @@ class StepHooks:
 
     def after_evaluation(self) -> None:
         """Call it after a step without backward."""
-
-    def begin_prediction(self, counts: Sequence[int | float]) -> None:
-        """Call it before prediction.
-
-        Args:
-            counts: This rank's number of batches of each loader.
-        """
-        self.begin()
-
-    def lags_behind(self) -> bool:
-        """Call it after each batch of a prediction. True if other ranks have one more batch than this rank."""
-        return False
 
     def held(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a backward is not the last of its window."""

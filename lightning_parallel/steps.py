@@ -19,7 +19,6 @@ from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.unit_order import UnitOrder
 from lightning_parallel.parallelize import Parallelized
-from lightning_parallel.ranks.lock_step import PredictionLockStep
 from lightning_parallel.step_hooks import StepHooks
 from lightning_parallel.techniques.accumulation import GradientReduction, ZeroGrad
 from lightning_parallel.techniques.buffer_sync import BufferSync
@@ -58,7 +57,6 @@ class Steps(StepHooks):
         self._module = module
         self._mesh = parallelized.mesh
         self._device = device
-        self._lock_step: PredictionLockStep | None = None
         self._lengths = parallelized.lengths
         self._is_manual = not getattr(module, "automatic_optimization", True)
         is_shared = self._mesh.gradient_group.size() > 1
@@ -112,6 +110,8 @@ class Steps(StepHooks):
             lengths.forget()
         self._buffers.synchronize()
 
+    meets_in_steps = True
+
     @property
     @override
     def place(self) -> str:
@@ -151,16 +151,6 @@ class Steps(StepHooks):
     def _check_sequences(self) -> None:
         for lengths in self._lengths:
             lengths.check_left()
-
-    @override
-    def begin_prediction(self, counts: Sequence[int | float]) -> None:
-        super().begin_prediction(counts)
-        self._lock_step = PredictionLockStep(counts, self._device)
-
-    @override
-    def lags_behind(self) -> bool:
-        assert self._lock_step is not None
-        return self._lock_step.is_short_after_this()
 
     @override
     def held(self) -> contextlib.AbstractContextManager[None]:

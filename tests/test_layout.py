@@ -26,7 +26,7 @@ LAYERS = (
     ("steps",),
     ("strategies", "callbacks"),
     ("presets",),
-    ("verification", "bench"),
+    ("verification", "bench", "launch"),
     ("cli",),
     ("",),
 )

@@ -92,6 +92,13 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "trainer": "lightning.pytorch.Trainer",
         "trainer.fit_loop": f"{LOOPS}fit_loop._FitLoop",
     },
+    "_lightning/logs.py": {"trainer.fit_loop.epoch_loop": f"{LOOPS}training_epoch_loop._TrainingEpochLoop"},
+    "_lightning/fetchers.py": {
+        "loop": f"{LOOPS}evaluation_loop._EvaluationLoop",
+        "loop._combined_loader": "lightning.pytorch.utilities.combined_loader.CombinedLoader",
+        "sampler": "lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper",
+        "trainer.fit_loop": f"{LOOPS}fit_loop._FitLoop",
+    },
     "_lightning/signals.py": {
         "loop": f"{LOOPS}training_epoch_loop._TrainingEpochLoop",
         "thread": "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver",
@@ -104,6 +111,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
 STRINGS = {
     "_torch/attention.py": ("torch.ops.aten",),
     "_torch/autograd.py": ("torch.utils.checkpoint",),
+    "_torch/flops.py": ("torch.ops.aten",),
     "_torch/fsdp.py": (f"{FSDP}_fsdp_param.FSDPParam", f"{FSDP}_fsdp_state.FSDPState"),
     "_torch/loaders.py": ("torch.utils.data.dataloader._BaseDataLoaderIter",),
     "_torch/modules.py": ("torch.nn.Module", "torch._dynamo.eval_frame.OptimizedModule"),

@@ -37,6 +37,7 @@ CALLBACKS = {
     "GradientNorm",
     "NonFinite",
     "ScaledLearningRate",
+    "Throughput",
     "TokenWeighted",
     "Verify",
 }

@@ -36,6 +36,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_parallel._lightning import epochs as epochs
+from lightning_parallel._lightning import fetchers as fetchers
+from lightning_parallel._lightning import logs as logs
 from lightning_parallel._lightning import signals as signals
 
 if TYPE_CHECKING:

@@ -54,6 +54,8 @@ def ask_readers(part: Callable[..., Tensor]) -> None:
     handlers.update({operation: _gathering(handlers[operation]) for operation in _GATHERING & handlers.keys()})
     drawing = {operation for operation in _DRAWING if not any(each.is_out for each in operation._schema.arguments)}
     handlers.update(dict.fromkeys(drawing, functools.partial(_drawn, part)))
+    handlers[torch.ops.aten.cat.default] = _joined
+    handlers[torch.ops.aten._is_any_true.default] = _any_here
     take_mixed_lists()
 
 
@@ -76,6 +78,27 @@ def _equal(operation: Any, args: Any, kwargs: Any) -> Any:
     # One may be no DTensor: Lightning's fine-tuning callbacks look for a parameter among all that an optimizer has.
     one, other = (reader.whole(each, "torch.equal") if isinstance(each, DTensor) else each.cpu() for each in args)
     return torch.equal(one, other)
+
+
+def _any_here(operation: Any, args: Any, kwargs: Any) -> Any:
+    """Whether anything is true in this rank's part, which `torch.autograd.detect_anomaly` asks of each gradient."""
+    return operation(args[0]._local_tensor, *args[1:], **kwargs)
+
+
+def _joined(operation: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.cat` in a hook, of parameters or gradients of which only some are DTensors, or lie on several meshes.
+
+    `torch.nn.utils.parameters_to_vector` does it, as does code that takes the norm of all gradients at once.
+    """
+    meshes = {tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in args[0]}
+    reader = next((reader_of(tensor) for tensor in args[0] if isinstance(tensor, DTensor)), None)
+    if len(meshes) == 1 or reader is None or not reader.is_asked():
+        return as_torch_has_it(operation, args, kwargs)
+    whole = [
+        reader.whole(tensor, "torch.cat").to(tensor.device) if isinstance(tensor, DTensor) else tensor
+        for tensor in args[0]
+    ]
+    return operation(whole, *args[1:], **kwargs)
 
 
 def _gathering(handler: Handler) -> Handler:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.data import extract_batch_size
-from torch import Tensor, accelerator
-from torch.utils._pytree import tree_leaves
+from torch import accelerator
 
 from lightning_parallel.bench.collectives import CollectiveCount, num_calls
+from lightning_parallel.callbacks.batch_geometry import num_tokens
 from lightning_parallel.ranks.memory import peak_memory, reset_peak_memory
 
 _COUNTED = 2
@@ -138,22 +138,3 @@ class Stopwatch:
     def _synchronize(self) -> None:
         if self.device.type != "cpu":
             accelerator.synchronize(self.device)
-
-
-def num_tokens(batch: Any, num_samples: int) -> int | None:
-    """The tokens of a batch: the elements of ``input_ids``, else of the first tensor of integers `[samples, length]`.
-
-    Args:
-        batch: Any collection of tensors.
-        num_samples: The number of its samples.
-
-    Returns:
-        Their number; ``None`` if the batch has no such tensor.
-    """
-    named = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    leaves = [named] if isinstance(named, Tensor) else tree_leaves(batch)
-    for leaf in leaves:
-        is_integral = isinstance(leaf, Tensor) and leaf.dtype in (torch.int64, torch.int32)
-        if is_integral and leaf.ndim == 2 and len(leaf) == num_samples:
-            return int(leaf.numel())
-    return None

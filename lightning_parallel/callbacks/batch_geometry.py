@@ -1,14 +1,18 @@
-"""The number of samples of one optimizer step: the loader's batch, the ranks that read, the microsteps."""
+"""The number of samples of one optimizer step: the loader's batch, the ranks that read, the microsteps; its tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_parallel import _lightning
@@ -112,6 +116,25 @@ def _own_batch_size(loaders: object) -> tuple[int | None, str]:
     if loader.batch_size is None:
         return None, "the training loader has batch_size=None, so its data set makes the batches; give batch_size="
     return loader.batch_size, ""
+
+
+def num_tokens(batch: Any, num_samples: int) -> int | None:
+    """The tokens of a batch: the elements of ``input_ids``, else of the first tensor of integers `[samples, length]`.
+
+    Args:
+        batch: Any collection of tensors.
+        num_samples: The number of its samples.
+
+    Returns:
+        Their number; ``None`` if the batch has no such tensor.
+    """
+    named = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    leaves = [named] if isinstance(named, Tensor) else tree_leaves(batch)
+    for leaf in leaves:
+        is_integral = isinstance(leaf, Tensor) and leaf.dtype in (torch.int64, torch.int32)
+        if is_integral and leaf.ndim == 2 and len(leaf) == num_samples:
+            return int(leaf.numel())
+    return None
 
 
 def size_violations(**sizes: int | None) -> list[str]:

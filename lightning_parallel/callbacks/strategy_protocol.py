@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
 from lightning_parallel.errors import check
+from lightning_parallel.policies import Policies
+from lightning_parallel.ranks.degrees import Degrees
+from lightning_parallel.techniques.recompute import Recompute, parse_recompute
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class Pausable(Protocol):
     """A comparison of steps that can be paused."""
 
     is_paused: bool
+    around_plain: Callable[[], AbstractContextManager[object]]
+    """Makes a context for each step of a plain copy of the whole module."""
 
 
 @runtime_checkable
@@ -45,6 +51,18 @@ class PlannedSteps(Protocol):
 
     def refuse(self, violations: list[str]) -> None:
         """Raise with all `violations`, in words on rank 0 only."""
+
+
+@runtime_checkable
+class PlansModules(Protocol):
+    """A strategy of this package, once the devices are known."""
+
+    @property
+    def degrees(self) -> Degrees:
+        """The resolved degrees."""
+
+    def policies_for(self, module: LightningModule) -> Policies:
+        """The rules, with those that depend on `module`."""
 
 
 @runtime_checkable
@@ -100,3 +118,17 @@ def num_local_processes(trainer: Trainer) -> int:
     """Processes on this machine."""
     strategy = trainer.strategy
     return max(1, strategy.num_processes) if isinstance(strategy, PlannedSteps) else 1
+
+
+def splits_layers(trainer: Trainer) -> bool:
+    """Whether ranks have parts of each layer, and the whole of what is around the layers."""
+    strategy = trainer.strategy
+    return isinstance(strategy, PlansModules) and (strategy.degrees.context != 1 or strategy.degrees.tensor != 1)
+
+
+def recompute_of(trainer: Trainer) -> Recompute:
+    """The rule of the strategy for activations that backward computes again; the module may have its own."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, PlansModules):
+        return Recompute("none")
+    return parse_recompute(strategy.policies_for(trainer.lightning_module).layer.recompute) or Recompute("none")

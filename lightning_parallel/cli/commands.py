@@ -81,6 +81,10 @@ def _answer(command: str) -> None:
         from lightning_parallel.cli.bench import bench
 
         sys.exit(bench(sys.argv[2:]))
+    elif command == "launch":
+        from lightning_parallel.cli.launch import launch
+
+        sys.exit(launch(sys.argv[2:]))
     elif command == "inspect":
         from lightning_parallel.cli.inspect_checkpoint import inspect as inspect_checkpoint
 

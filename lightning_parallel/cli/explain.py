@@ -55,7 +55,7 @@ def describe_plan(plan: Plan) -> str:
     """A text for people, a paragraph for each part of the plan."""
     parts = [
         [f"{plan.module}: {plan.structure.explain()}"],
-        [_degrees(plan.degrees)],
+        [degrees_in_words(plan.degrees)],
         _sharding(plan),
         _pipeline(plan),
         *_tensor(plan),
@@ -79,7 +79,12 @@ def _built(strategy: Any, module: LightningModule) -> LightningModule:
     return module
 
 
-def _degrees(degrees: Degrees) -> str:
+def degrees_in_words(degrees: Degrees) -> str:
+    """One line: the number of ranks, the degrees, and how many ranks read different samples.
+
+    Args:
+        degrees: Resolved.
+    """
     sizes = {n: getattr(degrees, n) for n in ("replicate", "shard", "context", "tensor", "pipeline")}
     total = degrees.data * degrees.context * degrees.tensor * degrees.pipeline  # type: ignore[operator]
     product = " x ".join(f"{name} {size}" for name, size in sizes.items())

@@ -14,6 +14,7 @@ usage: lightning-parallel COMMAND [options]
   explain                           what a recipe's strategy would do to each layer; the options of fit
   inspect CKPT                      what a checkpoint holds, and whether it is intact
   export CKPT --to FORMAT --out P   its weights as safetensors | huggingface | lightning | torch
+  launch --on CLUSTER ... -- fit    a script or manifest for torchrun, slurm or kubernetes
   strategies [NAME]                 the names that --strategy takes, and the options of each, or of one
   devices                           the accelerators of this machine
 
@@ -33,6 +34,10 @@ def main() -> None:
         from lightning_parallel.cli.bench_options import build_parser
 
         build_parser().print_help()
+    elif command == "launch" and {"-h", "--help"} & set(" ".join(sys.argv[2:]).partition(" -- ")[0].split()):
+        from lightning_parallel.cli.launch_options import build_parser as build_launch_parser
+
+        build_launch_parser().print_help()
     else:
         from lightning_parallel.cli.commands import run
 

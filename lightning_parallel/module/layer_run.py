@@ -41,8 +41,10 @@ def probing(layer: nn.Module, *, doubles: bool, device: str) -> Iterator[None]:
         device: The kind of device that it runs on.
     """
     modes = [Contents(vars(child), lambda name, _: name == "training") for child in layer.modules()]
-    tables: list[dict[str, Any]] = [child._buffers for child in layer.modules()]
-    tables += [child._parameters for child in layer.modules()]  # type: ignore[misc]
+    # A scripted module has no tables that could be changed; one with parameters is refused where layers are compared.
+    plain = [child for child in layer.modules() if not isinstance(child, torch.jit.ScriptModule)]
+    tables: list[dict[str, Any]] = [child._buffers for child in plain]
+    tables += [child._parameters for child in plain]  # type: ignore[misc]
     before = [*modes, *map(Contents, tables)]
     copies: dict[int, Any] = {}  # what is tied stays tied
     try:

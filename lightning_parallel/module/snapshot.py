@@ -61,7 +61,12 @@ class Snapshot:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._states = {submodule: _ModuleState(submodule) for submodule in module.modules()}
+        # A scripted module is an object of C++: it has no tables that anybody could change.
+        self._states = {
+            submodule: _ModuleState(submodule)
+            for submodule in module.modules()
+            if not isinstance(submodule, torch.jit.ScriptModule)
+        }
         self._strides = {p: p.stride() for state in self._states.values() for p in state.parameters.values()}
 
     def __enter__(self) -> Snapshot:

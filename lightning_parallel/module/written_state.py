@@ -121,7 +121,7 @@ class WrittenState:
 
     def _buffers(self) -> set[str]:
         modules = [(path, holder) for path, holder in self._holders.items() if isinstance(holder, nn.Module)]
-        return {_joined(path, name) for path, module in modules for name in module._buffers}
+        return {_joined(path, name) for path, module in modules for name, _ in module._buffers.items()}
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         for path, holder in self._holders.items():

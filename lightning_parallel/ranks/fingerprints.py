@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.ranks.dtensors import local_of
 from lightning_parallel.ranks.stage_owners import stage_owners_of
@@ -53,6 +54,19 @@ def of_optimizer(optimizer: Optimizer, label: str, names: Mapping[Any, str]) -> 
 def hash_of_names(names: Iterable[str]) -> int:
     """A number made from `names`, the same in every process."""
     return zlib.crc32("\n".join(names).encode())
+
+
+def of_batch(batch: object) -> list[tuple[tuple[int, ...], str, int]]:
+    """Take the fingerprints of the plain tensors in a batch.
+
+    Args:
+        batch: Any structure that torch knows; what else is in it, such as names of files, does not count.
+
+    Returns:
+        Shape and dtype of each, and a number made from its bytes.
+    """
+    plain = (each for each in tree_leaves(batch) if type(each) is Tensor and each.layout is torch.strided)
+    return [(tuple(each.shape), str(each.dtype), _number(each)) for each in plain if not each.is_nested]
 
 
 def differing(own: list[Fingerprint]) -> dict[str, list[list[int]]]:

@@ -1,34 +1,28 @@
-"""Lock step for ranks that have different numbers of batches."""
+"""Numbers that ranks tell each other between steps, in host memory, so that nobody waits for a device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
-
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 
-class PredictionLockStep:
-    """Tell after which batch this rank has to run one more, because another rank has one more.
-
-    Lightning repeats no sample in prediction, so ranks may differ by a batch; a sharded module gathers its parameters
-    on all ranks or on none. Making the object is a collective.
+def said_by_all(own: int, group: ProcessGroup) -> list[int]:
+    """The number of each rank. A collective: one all-reduce of two numbers where all say the same.
 
     Args:
-        counts: This rank's number of batches of each loader.
-        device: This rank's device.
+        own: This rank's number.
+        group: The ranks, for host memory.
+
+    Example:
+        >>> said_by_all(int(has_batch), mesh.host_group)  # [1, 0]
     """
-
-    def __init__(self, counts: Sequence[int | float], device: torch.device) -> None:
-        own = torch.tensor(counts, dtype=torch.float64, device=device)
-        most = own.clone()
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        ends = accumulate(counts)
-        self._short_ends = {end for end, is_short in zip(ends, (own < most).tolist(), strict=True) if is_short}
-        self._done = 0
-
-    def is_short_after_this(self) -> bool:
-        """Call once a batch. True if it was the last of a loader that has one more batch on another rank."""
-        self._done += 1
-        return self._done in self._short_ends
+    ends = torch.tensor([own, -own])
+    dist.all_reduce(ends, op=dist.ReduceOp.MIN, group=group)
+    least, most = ends.tolist()
+    if least == -most:
+        return [own] * group.size()
+    said = torch.zeros(group.size(), dtype=torch.int64)
+    said[group.rank()] = own
+    dist.all_reduce(said, group=group)
+    return list(map(int, said.tolist()))

@@ -20,8 +20,8 @@ from lightning_parallel.policies import LayerPolicies, Policies
 from lightning_parallel.step_hooks import StepHooks
 from lightning_parallel.strategies.ddp_steps import DDPSteps
 from lightning_parallel.strategies.launchers import RankOptions
+from lightning_parallel.strategies.lock_step_strategy import LockStepStrategy
 from lightning_parallel.strategies.optimizers import adopt_optimizers
-from lightning_parallel.strategies.process_group import ProcessGroupStrategy
 from lightning_parallel.strategies.refusals import layer_policy_violations, sharded_elsewhere_violations
 from lightning_parallel.strategies.saving_strategy import Saving
 from lightning_parallel.techniques.accumulation import accumulation_violations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class DDPStrategy(ProcessGroupStrategy):
+class DDPStrategy(LockStepStrategy):
     """`torch.nn.parallel.DistributedDataParallel` on an unchanged LightningModule (Li et al. 2020).
 
     Args:

@@ -71,6 +71,8 @@ class FirstStep:
         """Whether steps are trials, which are undone, and in which memory is measured."""
         self.outcome = ""
         """The result in words; empty where nothing has been said."""
+        self.around_plain: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Makes a context for each step of a plain copy that has all layers: there, what one process does is seen."""
         self.finest = 0.0
         """The least precision to expect: a module may compute in a coarser dtype than it has."""
 
@@ -177,12 +179,11 @@ class FirstStep:
         """Run the step on the copy. False if some rank could not. A collective."""
         reason = ""
         try:
-            if self._window is None:
-                self._window = copy.open_window(finest=self.finest)
-            self._window.take_plain_step(args, kwargs)
+            self._window = self._window or copy.open_window(finest=self.finest)
+            with nullcontext() if copy.short else self.around_plain():
+                self._window.take_plain_step(args, kwargs)
         except Exception as error:  # a user's step may raise anything: the real one will, too, or the copy is at fault
-            layers = f" with {copy.short}" if copy.short else ""
-            reason = f"a plain copy of the module{layers} raised {type(error).__name__}: {error}"
+            reason = _raised(copy, error)
         return self._agree(reason)
 
     def before_backward(self, loss: Tensor) -> None:
@@ -248,6 +249,11 @@ class FirstStep:
         if strategy.global_rank != 0:
             raise FirstStepError("the first step differs from one process; rank 0 says how")
         raise FirstStepError(in_words(strategy, first, rank, where))
+
+
+def _raised(copy: ComparedCopy, error: Exception) -> str:
+    layers = f" with {copy.short}" if copy.short else ""
+    return f"a plain copy of the module{layers} raised {type(error).__name__}: {error}"
 
 
 def _where(again: SecondRun | None, differences: Sequence[str]) -> str:

@@ -231,10 +231,25 @@ def unshardable_violations(module: LightningModule) -> list[str]:
             f"parameters are kept outside of the modules that own them, where sharding cannot replace them: "
             f"{', '.join(kept[:4])}; read them from their module in each step, or use zero1_custom"
         )
+    if scripted := _scripted(module):
+        found.append(
+            f"the parameters of scripted modules are objects of C++, which sharding cannot replace: "
+            f"{', '.join(scripted[:4])}; leave out torch.jit.script and torch.jit.trace, or use zero1_custom"
+        )
     sparse = [path for path, child in module.named_modules() if getattr(child, "sparse", False) is True]
     if sparse:
         found.append(f"sparse gradients cannot be sharded: {', '.join(sparse[:4])}; give sparse=False, or ddp_custom")
     return found
+
+
+def _scripted(module: nn.Module) -> list[str]:
+    """The outermost scripted or traced modules that have parameters."""
+    scripted = {
+        path: child
+        for path, child in module.named_modules()
+        if isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters())
+    }
+    return [path for path in scripted if path.rpartition(".")[0] not in scripted]
 
 
 def unshardable_callback_violations(module: LightningModule) -> list[str]:

@@ -12,11 +12,11 @@ from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.ranks.mesh import Mesh, build_mesh, data_rank_of
 from lightning_parallel.strategies.launchers import RankOptions
-from lightning_parallel.strategies.process_group import ProcessGroupStrategy
+from lightning_parallel.strategies.lock_step_strategy import LockStepStrategy
 from lightning_parallel.strategies.saving_strategy import Saving
 
 
-class MeshedStrategy(ProcessGroupStrategy):
+class MeshedStrategy(LockStepStrategy):
     """Resolves the degrees once the devices are known, and builds their mesh once there is a process group.
 
     Args:

@@ -189,33 +189,31 @@ class PlannedStrategy(PositionedStrategy):
         self.steps.after_update(optimizer)
         return result
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.before_step("validation_step", args)
+    def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step without backward.
+
+        Args:
+            name: Its name.
+            args: What it takes.
+            kwargs: What it takes by name.
+        """
+        self.before_step(name, args)
         with self.steps.forward():
-            result = super().validation_step(*args, **kwargs)
+            result = getattr(super(), name)(*args, **kwargs)
         self.steps.after_evaluation()
         return result
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.evaluate("validation_step", args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.before_step("test_step", args)
-        with self.steps.forward():
-            result = super().test_step(*args, **kwargs)
-        self.steps.after_evaluation()
-        return result
+        return self.evaluate("test_step", args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.before_step("predict_step", args)
-        with self.steps.forward():
-            result = super().predict_step(*args, **kwargs)
-        self.steps.after_evaluation()
-        if self.steps.lags_behind():
-            # Once more with the same batch, whose result is dropped: the other ranks gather parameters for one more.
-            super().predict_step(*args, **kwargs)
-            self.steps.after_evaluation()
-        return result
+        return self.evaluate("predict_step", args, kwargs)
 
     @override
     def on_validation_start(self) -> None:
@@ -227,7 +225,7 @@ class PlannedStrategy(PositionedStrategy):
 
     @override
     def on_predict_start(self) -> None:
-        self.steps.begin_prediction(self.module.trainer.predict_loop.max_batches)
+        self.steps.begin()
 
 
 def _policies_for(module: LightningModule, policies: Policies) -> Policies:

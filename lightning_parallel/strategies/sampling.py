@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_parallel import _lightning, _torch
@@ -32,6 +33,7 @@ class SampleDealer:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._told: set[tuple[int, int]] = set()
         self._is_on = _lightning.deals_out_samples(trainer) and trainer.state.fn in _IN_ORDER
         if self._is_on:
             _lightning.set_deals_out_samples(trainer, False)
@@ -48,17 +50,35 @@ class SampleDealer:
         ranks = self._trainer.distributed_sampler_kwargs or {}
         overfit = self._trainer.overfit_batches  # type: ignore[attr-defined]
         if loader.batch_size is not None or batches is None:
-            return _lightning.with_sampler_of_rank(loader, overfit_batches=overfit, **ranks)
+            dealt: Any = _lightning.with_sampler_of_rank(loader, overfit_batches=overfit, **ranks)
+            self._tell_repeated(dealt.sampler)
+            return dealt
         if type(batches) is BatchSampler:
             # Samples are dealt out as where the loader is given the sampler and the batch size.
             plain: DataLoader[Any] = DataLoader(loader.dataset, sampler=batches.sampler)
             sampler = _lightning.sampler_of_rank(plain, overfit_batches=overfit, **ranks)
+            self._tell_repeated(sampler)
             return _torch.loaders.with_batches(
                 loader, BatchSampler(sampler, batches.batch_size, batches.drop_last), sampler
             )
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as Lightning's samplers
         of_rank = BatchesOfRank(batches, **ranks, seed=seed, is_same=self._is_same)
         return _torch.loaders.with_batches(loader, of_rank, of_rank)
+
+    def _tell_repeated(self, sampler: object) -> None:
+        """Say how many samples are read twice, since ranks get as many each: metrics count them twice."""
+        if not isinstance(sampler, DistributedSampler):
+            return
+        num_samples = len(sampler.dataset)  # type: ignore[arg-type]
+        numbers = num_samples, sampler.num_replicas
+        repeated = sampler.total_size - num_samples
+        if repeated > 0 and numbers not in self._told:
+            self._told.add(numbers)
+            rank_zero_info(
+                f"{num_samples} samples are dealt out to {sampler.num_replicas} ranks, {sampler.num_samples} to each: "
+                f"{repeated} more than there are, and these count twice in losses and metrics. A number "
+                f"of samples that {sampler.num_replicas} divides avoids it, as does one device alone for the last test"
+            )
 
     def _is_same(self, value: object) -> bool:
         """Whether all ranks give it the same. A collective."""

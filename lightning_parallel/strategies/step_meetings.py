@@ -1,9 +1,14 @@
-"""Refusal of collectives between stages inside of a step, which stages of a pipeline run at different times."""
+"""Refusal of collectives that would wait for ranks which do not come.
+
+Stages of a pipeline run a step at different times, and a rank that has no batch left runs none.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -62,3 +67,53 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
             "other samples, work in a step; or give pipeline=1"
         ]
     )
+
+
+@contextmanager
+def meetings_refused(without: str) -> Iterator[None]:
+    """Inside this context, collectives that user code asks for are refused: some ranks would not come, or with nothing.
+
+    Args:
+        without: The ranks that have no batch left, in words.
+    """
+
+    def check(name: str, group: ProcessGroup | None) -> None:
+        if _is_asked_for():
+            raise ConfigurationError([_WITHOUT.format(name=name, at=at(line_of_user()), without=without)])
+
+    with _torch.groups.collectives_checked(check):
+        yield
+
+
+def _is_asked_for() -> bool:
+    """Whether the collective that begins is one of the user's, a metric's or a log's, and none that runs the module."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if not name.startswith(_PASSING_ON):
+            return name.startswith(_ASKED) or not name.startswith(("torch.", "lightning_parallel."))
+        frame = frame.f_back
+    return False
+
+
+_PASSING_ON = (
+    __name__,
+    "contextlib",
+    "functools",
+    "lightning_parallel._",
+    "lightning_parallel.ranks.",
+    "torch._dynamo.",
+    "torch.autograd.",
+    "torch.distributed.c10d_logger",
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.nn",
+    "torch.utils._contextlib",
+)
+"""Modules whose collectives are those of whoever calls them."""
+_ASKED = "lightning_parallel.strategies.process_group"
+"""Collectives of the strategy, which logs and user code call."""
+_WITHOUT = (
+    "{name}() {at} waits for all ranks, but there is no batch left for {without}. Collect values of "
+    "steps in a metric of torchmetrics or by self.log(..., on_epoch=True, sync_dist=True), whose ranks meet at the end "
+    "of the epoch, and leave out on_step=True; or give every rank as many batches"
+)

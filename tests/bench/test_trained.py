@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from lightning_parallel.bench import loop
 from lightning_parallel.bench.loop import LoopSettings, train_loop
-from lightning_parallel.bench.stopwatch import Measured, Stopwatch, Timing, num_tokens
+from lightning_parallel.bench.stopwatch import Measured, Stopwatch, Timing
 from lightning_parallel.bench.trained import resized
+from lightning_parallel.callbacks.batch_geometry import num_tokens
 from lightning_parallel.errors import ConfigurationError
 from tests.models import cli_module
 

@@ -27,6 +27,15 @@ class Elements(Habit):
             self.seen += [float(weight.argmax()), float(weight.abs().argmin(0).sum())]
 
 
+class Joined(Habit):
+    """All gradients, or all weights, in one vector."""
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        self.seen.append(float(torch.cat([gradient.flatten() for gradient in gradients]).norm()))
+        self.seen.append(float(parameters_to_vector(self.parameters()).detach().norm()))
+
+
 class ElementOfRankZero(Habit):
     def on_train_batch_end(self, *args: Any) -> None:
         if self.trainer.is_global_zero:

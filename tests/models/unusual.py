@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.models.cases import GPT, VOCABULARY, ByteGPT, Case, next_token_loss
+from tests.models.cases import GPT, VOCABULARY, Block, ByteGPT, Case, next_token_loss
 
 
 class OptimizerInInit(ByteGPT):
@@ -97,6 +97,35 @@ class SparseTable(ByteGPT):
     def __init__(self) -> None:
         super().__init__()
         self.model.tokens = nn.Embedding(VOCABULARY, 16, sparse=True)
+
+
+class _ScriptedBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = torch.jit.script(nn.Sequential(nn.Tanh()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(super().forward(x))
+
+
+class ScriptedLayers(ByteGPT):
+    """Activations by `torch.jit.script` inside of layers, without parameters."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.model.blocks = nn.ModuleList(_ScriptedBlock() for _ in self.model.blocks)
+
+
+class ScriptedPart(Case):
+    """A part by `torch.jit.script` that has parameters."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.model = GPT()
+        self.scripted = torch.jit.script(nn.Sequential(nn.Linear(VOCABULARY, VOCABULARY), nn.Tanh()))
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return next_token_loss(self.scripted(self.model(tokens)), tokens)
 
 
 class WithLBFGS(ByteGPT):

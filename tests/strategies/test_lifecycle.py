@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 
+from tests.data import loader
 from tests.jobs.fits import (
     accumulated,
     averaging,
@@ -42,6 +43,8 @@ from tests.models.unusual import (
     OneRowOnOneRank,
     OptimizerInInit,
     PenaltyInTheLoss,
+    ScriptedLayers,
+    ScriptedPart,
     SparseTable,
     Stranger,
     Thawing,
@@ -50,8 +53,8 @@ from tests.models.unusual import (
     WritesAfterValidation,
     WritesInTheStep,
 )
-from tests.names import SEPARATE, num_ranks
-from tests.parity import TOLERANCE, difference, once
+from tests.names import SEPARATE, num_ranks, num_readers
+from tests.parity import TOLERANCE, checked, difference, once, train_module
 
 
 def run(ranks: Any, name: str, job: Any, *args: Any) -> Any:
@@ -310,6 +313,7 @@ def test_reading_a_layer_from_outside_says_what_to_do(ranks: Any) -> None:
         (fit_module, (KeptInAList,), "kept outside of the modules that own them"),
         (fit_module, (WithParameterHook,), "have hooks of their own"),
         (fit_module, (SparseTable,), "sparse gradients cannot be sharded: model.tokens"),
+        (fit_module, (ScriptedPart,), "the parameters of scripted modules are objects of C++"),
         (fit_module, (WithLBFGS,), "LBFGS keeps one history"),
         (averaging, (), "StochasticWeightAveraging copies whole parameters"),
     ],
@@ -317,6 +321,32 @@ def test_reading_a_layer_from_outside_says_what_to_do(ranks: Any) -> None:
 def test_what_cannot_be_sharded_is_refused_in_words(ranks: Any, job: Any, arguments: Any, words: str) -> None:
     found = ranks(2).run(messages, job, *arguments, "fsdp_custom", 2)
     assert words in found[0][0]
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [
+        (ScriptedPart, "ddp_custom"),
+        (ScriptedPart, "zero1_custom"),
+        (ScriptedLayers, "ddp_custom"),
+        (ScriptedLayers, "fsdp_custom"),
+        (ScriptedLayers, "tp_custom"),
+        (ScriptedLayers, "cp_custom"),
+        (ScriptedLayers, "pp_custom"),
+    ],
+)
+def test_scripted_modules_train(ranks: Any, make: Any, strategy: str) -> None:
+    found = ranks(2).run(train_module, make, loader(num_readers(strategy, 2)), checked(strategy), 2)[0]
+    expected = train_module(make, loader(1), "auto", 1)
+    assert difference(found.final, expected.final) <= TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", ["fsdp_custom", "tp_custom"])
+def test_anomaly_detection(ranks: Any, strategy: str) -> None:
+    readers = num_readers(strategy, 2)
+    found = ranks(2).run(train_module, ByteGPT, loader(readers), strategy, 2, detect_anomaly=True)[0]
+    expected = train_module(ByteGPT, loader(1), "auto", 1)
+    assert difference(found.final, expected.final) <= TOLERANCE
 
 
 def test_a_module_too_large_to_be_whole_stays_sharded(ranks: Any, tmp_path: Path) -> None:

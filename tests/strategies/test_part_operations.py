@@ -14,6 +14,7 @@ from tests.rank_pool import RankError
 
 EQUAL: dict[Any, tuple[str, ...]] = {
     habits.Elements: ("ddp_custom", "fsdp_custom", "tp_custom"),
+    habits.Joined: ("ddp_custom", "fsdp_custom", "tp_custom"),
     habits.Noise: ("ddp_custom", "fsdp_custom", "tp_custom", "pp_custom"),
     habits.OddNoise: ("fsdp_custom", "pp_custom"),
     habits.DataOfAnother: ("ddp_custom", "fsdp_custom"),

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_parallel.strategies.batches_of_rank import BatchesOfRank
+from lightning_parallel.strategies.sampling import SampleDealer
 from tests.jobs.batch_samplers import Buckets, read
 from tests.rank_pool import RankError
 
@@ -72,3 +77,26 @@ def test_every_rank_has_as_many_batches(num_ranks: int) -> None:
 def test_ranks_that_draw_differently_are_refused(ranks: Any) -> None:
     with pytest.raises(RankError, match="the batch sampler Buckets has other batches on other ranks"):
         ranks(2).run(read, "ddp_custom", 2, "unlike", 24)
+
+
+@pytest.mark.parametrize("with_batches", [False, True])
+@pytest.mark.parametrize(
+    ("num_samples", "words"), [(7, "7 samples are dealt out to 2 ranks, 4 to each: 1 more"), (8, "")]
+)
+def test_samples_that_are_read_twice_are_counted(
+    num_samples: int, words: str, with_batches: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer: Any = SimpleNamespace(
+        _accelerator_connector=SimpleNamespace(use_distributed_sampler=True),
+        state=SimpleNamespace(fn=TrainerFn.VALIDATING),
+        distributed_sampler_kwargs={"num_replicas": 2, "rank": 0},
+        overfit_batches=0.0,
+    )
+    batches = BatchSampler(SequentialSampler(range(num_samples)), 2, drop_last=False)
+    data: Any = range(num_samples)
+    loader = DataLoader(data, batch_sampler=batches) if with_batches else DataLoader(data, batch_size=2)
+    dealer = SampleDealer(trainer)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            dealer.deal_out(loader)
+    assert [words in message for message in caplog.messages] == ([True] if words else [])

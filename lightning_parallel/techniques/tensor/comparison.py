@@ -143,7 +143,7 @@ class _MapsRun:
 
     def __enter__(self) -> None:
         for path, child in self._layer.named_modules():
-            if isinstance(child._parameters.get("weight"), DTensor):
+            if isinstance(getattr(child, "weight", None), DTensor):
                 self._handles.append(child.register_forward_hook(functools.partial(self._note, path)))
 
     def __exit__(self, *exception: object) -> None:

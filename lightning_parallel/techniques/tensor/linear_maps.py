@@ -63,7 +63,7 @@ def shape_of(linear: nn.Module) -> tuple[int, ...]:
 def _is_map(child: nn.Module) -> bool:
     if "weight" not in child._parameters:
         return False
-    if type(child).forward is nn.Linear.forward or is_transposed(child):
+    if getattr(type(child), "forward", None) is nn.Linear.forward or is_transposed(child):
         return True
     return isinstance(child, nn.Linear) and _computes_the_same(child)
 

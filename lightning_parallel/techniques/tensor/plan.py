@@ -186,7 +186,8 @@ def _vocabulary(
     outside = {
         path: child
         for path, child in module.named_modules()
-        if type(child).forward in _TABLES and not any(path.startswith(f"{x}.") for x in structure.layers)
+        if getattr(type(child), "forward", None) in _TABLES
+        and not any(path.startswith(f"{x}.") for x in structure.layers)
     }
     roles: dict[str, str] = {}
     violations = []

@@ -1,0 +1,1 @@
+"""Scripts and manifests with which a cluster starts the ranks of a command."""

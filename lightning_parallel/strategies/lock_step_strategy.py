@@ -1,0 +1,143 @@
+"""Strategies whose ranks stay in lock step where they have different numbers of batches."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from lightning_parallel import _lightning
+from lightning_parallel.ranks.fingerprints import of_batch
+from lightning_parallel.ranks.mesh import build_host_group
+from lightning_parallel.ranks.objects import of_all_ranks
+from lightning_parallel.strategies.epoch_ends import EpochEnds
+from lightning_parallel.strategies.evaluation_turns import EvaluationTurns, nothing_left
+from lightning_parallel.strategies.loader_lengths import length_violations, unequal_sharers
+from lightning_parallel.strategies.process_group import ProcessGroupStrategy
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class LockStepStrategy(ProcessGroupStrategy):
+    """Ends epochs of training on all ranks together, and counts each sample once where it evaluates."""
+
+    _epoch_ends: EpochEnds | None = None
+    _turns: EvaluationTurns | None = None
+    _readers: list[int]
+    _compared: set[tuple[Any, int]]
+
+    @property
+    def _host_group(self) -> dist.ProcessGroup:
+        return build_host_group(self._device_type, timeout=self._timeout)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        if self.world_size > 1:
+            self._readers = of_all_ranks(self.data_rank)
+            self._compared = set()
+            if trainer.state.fn == TrainerFn.FITTING:
+                # Before `configure_optimizers`, in which a schedule may ask how many steps there will be.
+                self._epoch_ends = EpochEnds(trainer, self._host_group, self._readers, self.refuse)
+        super().setup(trainer)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        loader = super().process_dataloader(dataloader)
+        if self.world_size > 1 and self._has_to_meet:
+            self.refuse(length_violations(of_all_ranks(sized_len(loader))))
+        return loader
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        trainer = self.module.trainer
+        loader = trainer.state.stage, dataloader_idx
+        if self._shares_samples and loader not in self._compared and self._has_to_meet:
+            # Once for each loader: a set-up in which ranks read different samples shows in the first batch.
+            self._compared.add(loader)
+            found = of_all_ranks(of_batch(batch))
+            stage = getattr(trainer.state.stage, "value", "the run")
+            self.refuse(unequal_sharers(found, self._readers, f"{stage}, loader {dataloader_idx}"))
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @property
+    def _shares_samples(self) -> bool:
+        """Whether several ranks compute the same samples together."""
+        return self.world_size > 1 and len(set(self._readers)) < self.world_size
+
+    @property
+    def _has_to_meet(self) -> bool:
+        """Whether ranks depend on each other's batches: not where each of them predicts by itself."""
+        return self.module.trainer.state.fn != TrainerFn.PREDICTING or self.steps.meets_in_steps
+
+    def _begin_turns(self) -> None:
+        self._end_turns()
+        if self.world_size > 1 and self._has_to_meet:
+            loop, meets = _lightning.fetchers.evaluation_loop(self.module.trainer), self.steps.meets_in_steps
+            self._turns = EvaluationTurns(loop, self._host_group, self._readers, self.refuse, meets=meets)
+
+    def _end_turns(self) -> None:
+        if self._turns is not None:
+            self._turns.close()
+        self._turns = None
+
+    @override
+    def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._turns is None:
+            return super().evaluate(name, args, kwargs)
+        wrapped = self.model
+        if self._turns.are_uneven:
+            # DDP sends the buffers of rank 0 in each forward. All ranks have these since their first batch.
+            self.model = self.module
+        try:
+            result = super().evaluate(name, args, kwargs)
+        finally:
+            self.model = wrapped
+        self._turns.note(functools.partial(self._evaluate_again, name, args, kwargs))
+        if name == "predict_step":
+            self._turns.finish()  # Lightning's loop of predictions says nothing behind a batch
+        return result
+
+    def _evaluate_again(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with nothing_left(self.module, self.root_device):
+            super().evaluate(name, args, kwargs)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._begin_turns()
+
+    @override
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._begin_turns()
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._begin_turns()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._end_turns()
+
+    @override
+    def on_test_end(self) -> None:
+        self._end_turns()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._end_turns()
+
+    @override
+    def teardown(self) -> None:
+        self._end_turns()
+        if self._epoch_ends is not None:
+            self._epoch_ends.detach()
+            self._epoch_ends = None
+        super().teardown()
