@@ -82,7 +82,8 @@ def _equal(operation: Any, args: Any, kwargs: Any) -> Any:
 
 def _any_here(operation: Any, args: Any, kwargs: Any) -> Any:
     """Whether anything is true in this rank's part, which `torch.autograd.detect_anomaly` asks of each gradient."""
-    return operation(args[0]._local_tensor, *args[1:], **kwargs)
+    tensor: DTensor = args[0]
+    return operation(tensor._local_tensor, *args[1:], **kwargs)
 
 
 def _joined(operation: Any, args: Any, kwargs: Any) -> Any:
