@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,7 +91,10 @@ def run_recorded(make: Make, folder: Path) -> Record:
         random = [step.random for step in record.microsteps[record.saved_after[0] :]]
         repeated = Recorder(random=random)
         again = make(callbacks=[repeated])
-        again.run("fit", _replayed(rest), val_dataloaders=_validation_loaders([record]), ckpt_path=str(checkpoint))
+        with warnings.catch_warnings():
+            # A stream in place of the loader, which gives just what is left of the epoch.
+            warnings.filterwarnings("ignore", message="training goes on in the middle of epoch")
+            again.run("fit", _replayed(rest), val_dataloaders=_validation_loaders([record]), ckpt_path=str(checkpoint))
         record.resumed = full_state_dict(again.trainer)
         record.again = [step.logged for step in repeated.record.microsteps]
     return record
