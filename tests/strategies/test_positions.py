@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from lightning_parallel.strategies.loader_lengths import has_exact_length
+from lightning_parallel.strategies.positioned_batches import PositionedBatches, Start
 from tests.jobs.positions import NUM_SAMPLES, fit
 from tests.parity import TOLERANCE, difference
 
@@ -160,3 +163,15 @@ def test_the_checkpoint_loads_without_the_package(ranks: Any, tmp_path: Path) ->
     old = fit("ddp_custom", 1, path, from_path=path)
     assert old["seen"][0][:2] == (0, 2)
     assert "not resumable" in old["told"][0]
+
+
+class _Pairs(BatchSampler):
+    """A user's batch sampler, whose length nobody has checked."""
+
+
+@pytest.mark.parametrize(("kind", "is_exact"), [(BatchSampler, True), (_Pairs, False)])
+def test_lengths_are_trusted_as_without_a_position(kind: type[BatchSampler], is_exact: bool) -> None:
+    data: Any = range(4)
+    loader: DataLoader[Any] = DataLoader(data, batch_sampler=kind(SequentialSampler(data), 2, drop_last=False))
+    assert has_exact_length(loader) is is_exact
+    assert has_exact_length(PositionedBatches.given_to(loader, lambda _: Start(0))) is is_exact
