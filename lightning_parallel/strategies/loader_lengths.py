@@ -73,16 +73,12 @@ def uneven_sharers(values: Sequence[object], readers: Sequence[int]) -> list[str
         values: Of each rank, what has to be equal where ranks read the same samples.
         readers: Of each rank, its place among those that read different samples.
     """
-    first: dict[int, int] = {}
-    for rank, reader in enumerate(readers):
-        other = first.setdefault(reader, rank)
-        if values[rank] != values[other]:
-            return [
-                f"ranks {other} and {rank} compute the same samples together, and their loaders have different numbers "
-                "of batches: give both the same samples. trainer.distributed_sampler_kwargs says which rank is to read "
-                "what; the number of a rank does not"
-            ]
-    return []
+    return [
+        f"ranks {one} and {other} compute the same samples together, and their loaders have different numbers of "
+        "batches: give both the same samples. trainer.distributed_sampler_kwargs says which rank is to read what; the "
+        "number of a rank does not"
+        for one, other in _differing_sharers(values, readers)
+    ]
 
 
 def unequal_sharers(found: Sequence[object], readers: Sequence[int], of: str) -> list[str]:
@@ -93,17 +89,20 @@ def unequal_sharers(found: Sequence[object], readers: Sequence[int], of: str) ->
         readers: Of each rank, its place among those that read different samples.
         of: What the batch is for, such as ``"validate, loader 0"``.
     """
+    return [
+        f"ranks {one} and {other} compute the same samples together, and have read different ones as their first batch "
+        f"({of}): a data set that deals out samples by the number of a rank has to do it by "
+        "trainer.distributed_sampler_kwargs, and one that draws them, or changes them at random, needs "
+        "seed_everything(seed, workers=True)"
+        for one, other in _differing_sharers(found, readers)
+    ]
+
+
+def _differing_sharers(values: Sequence[object], readers: Sequence[int]) -> list[tuple[int, int]]:
+    """The first pair of ranks that share samples and have different values, if there is one."""
     first: dict[int, int] = {}
-    for rank, reader in enumerate(readers):
-        other = first.setdefault(reader, rank)
-        if found[rank] != found[other]:
-            return [
-                f"ranks {other} and {rank} compute the same samples together, and have read different ones as their "
-                f"first batch ({of}): a data set that deals out samples by the number of a rank has to do it by "
-                "trainer.distributed_sampler_kwargs, and one that draws them, or changes them at random, needs "
-                "seed_everything(seed, workers=True)"
-            ]
-    return []
+    pairs = [(first.setdefault(reader, rank), rank) for rank, reader in enumerate(readers)]
+    return [(one, other) for one, other in pairs if values[one] != values[other]][:1]
 
 
 def named(ranks: Sequence[int]) -> str:
