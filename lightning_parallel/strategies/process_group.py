@@ -163,7 +163,8 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
-        if str(reduce_op).lower() in ("mean", "avg") and not tensor.is_floating_point():
+        is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+        if is_whole and str(reduce_op).lower() in ("mean", "avg"):
             # A mean is no whole number: Lightning's truncates the batch sizes by which it weights logged means.
             tensor = tensor.to(torch.get_default_dtype())
         return _lightning.reduced(tensor, group or self.data_group, reduce_op)

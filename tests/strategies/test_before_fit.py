@@ -157,6 +157,19 @@ def asked_before_fit(strategy: str, num_ranks: int) -> tuple[dict[str, int], flo
     return found
 
 
+def means(strategy: str, num_ranks: int) -> list[complex]:
+    """Means over ranks of 1 and 2, of each kind of number."""
+    trainer = trainer_for(strategy, num_ranks)
+    trainer.strategy.cluster_environment.set_global_rank(rank := dist.get_rank())  # type: ignore[attr-defined]
+    own = (torch.tensor(1 + rank), torch.tensor(1.0 + rank), torch.tensor((1 + rank) * 1j))
+    return [complex(trainer.strategy.reduce(each, reduce_op="mean")) for each in own]
+
+
+def test_means_are_not_truncated(ranks: Any) -> None:
+    for found in ranks(2).run(means, "ddp_custom", 2):
+        assert found == [1.5, 1.5, 1.5j]
+
+
 @pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom", "tp_custom"])
 def test_a_strategy_answers_before_a_fit(ranks: Any, name: str) -> None:
     found = ranks(2).run(asked_before_fit, name, 2)
