@@ -243,9 +243,9 @@ def sampler_of_rank(loader: DataLoader[Any], *, overfit_batches: float, **kwargs
     return _get_distributed_sampler(loader, _is_dataloader_shuffled(loader), overfit_batches=overfit_batches, **kwargs)
 
 
-def with_sampler_of_rank(loader: DataLoader[Any], *, overfit_batches: float, **kwargs: Any) -> DataLoader[Any]:
-    """`loader` with `sampler_of_rank`, which has the arguments. `_update_dataloader`, since 1.5; waits as that does."""
-    return _update_dataloader(loader, sampler_of_rank(loader, overfit_batches=overfit_batches, **kwargs))
+def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
+    """`loader` with another sampler. `_update_dataloader`, since 1.5; waits as `sampler_of_rank` does."""
+    return _update_dataloader(loader, sampler)
 
 
 def training_source(trainer: Trainer) -> Any:

@@ -6,19 +6,28 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.module.object_state import CONTAINERS, Numbers, ObjectState
+from lightning_parallel.module.object_state import (
+    CONTAINERS,
+    DEEPEST,
+    MOST_ENTRIES,
+    Numbers,
+    ObjectState,
+    tensors_inside,
+)
 
 _FRAMEWORKS = ("lightning", "lightning_parallel", "pytorch_lightning", "torch", "torchmetrics", "transformers")
 _OTHERS = ("aim", "clearml", "comet_ml", "mlflow", "neptune", "numpy", "rich", "tensorboard", "tqdm", "wandb")
 """Libraries whose objects keep no state for a step; loggers' threads write into theirs meanwhile."""
 _NO_STATE = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
+_TABLES = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of all modules: parameters, children, hooks."""
 _MOST = 1 << 16
 """Entries of a container, or elements of a tensor, that are state of a step; more of them are data."""
 
@@ -26,21 +35,21 @@ _MOST = 1 << 16
 class HeldObjects:
     """The state of objects among the attributes of modules, to be put back.
 
-    A running mean in a class of the user's is one, a generator of numpy's another. Only attributes of the modules
-    themselves are looked at, and entries of lists and dicts among them. Classes that are derived from a framework's,
-    such as datasets, and what is too large for the state of a step, are left alone.
+    A running mean in a class of the user's is one, a generator of numpy's another. Attributes of the modules are looked
+    at, entries of containers among them, and attributes of such objects in turn. Classes that are derived from a
+    framework's, such as datasets, and what is too large for the state of a step, are left alone.
 
     Args:
         modules: The modules.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        held = {id(value): value for module in modules for value in _values(module)}
-        self._states = [ObjectState(value, _is_small) for value in held.values() if _has_state(value)]
+        held = {id(value): value for module in modules for _, value in _held("", module)}
+        self._states = [ObjectState(value, _is_small) for value in held.values() if has_state(value)]
         self._generators = [generator for value in held.values() if (generator := _generator(value)) is not None]
         self._before = [(put_back, state()) for state, put_back in self._generators]
-        tensors = [value for each in self._states for value in each.attributes.before.values()]
-        self._numbers = Numbers(t for t in tensors if isinstance(t, Tensor) and not t.is_meta)
+        values = (value for each in self._states for value in each.attributes.before.values())
+        self._numbers = Numbers(t for t in dict.fromkeys(tensors_inside(values)) if not t.is_meta)
 
     def restore(self) -> None:
         """Put everything back, as often as needed."""
@@ -58,33 +67,47 @@ class HeldObjects:
 
 
 def stateful_objects(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Objects of the user's classes among the attributes of modules themselves, by path.
+    """Objects of the user's classes that modules hold, by path; one that is held twice, by its first.
 
     Args:
         modules: Path -> module.
+
+    Example:
+        >>> stateful_objects({"": module})
+        {"meters['loss']": <AverageMeter>}
     """
-    return {
-        f"{path}.{name}" if path else name: value
-        for path, module in modules.items()
-        for name, value in vars(module).items()
-        if _has_state(value)
-    }
+    found = [pair for path, module in modules.items() for pair in _held(path, module) if has_state(pair[1])]
+    first = {id(value): path for path, value in reversed(found)}
+    return {path: value for path, value in found if first[id(value)] == path}
 
 
-def _values(module: nn.Module) -> Iterator[Any]:
-    for value in vars(module).values():
-        if type(value) in (list, tuple):
-            yield from value
-        elif type(value) is dict:
-            yield from value.values()
-        else:
-            yield value
+def _held(path: str, holder: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Attributes of `holder`, entries of containers there, and attributes of the user's objects there, by path."""
+    for name, value in vars(holder).items():
+        if not (isinstance(holder, nn.Module) and name in _TABLES):
+            yield from _entries(f"{path}.{name}" if path else name, value, depth)
 
 
-def _has_state(value: Any) -> bool:
+def _entries(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    yield path, value
+    if depth == DEEPEST:
+        return
+    if type(value) in (*CONTAINERS, tuple):
+        if len(value) <= MOST_ENTRIES:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, each in pairs:
+                yield from _entries(f"{path}[{key!r}]", each, depth + 1)
+    elif has_state(value):
+        yield from _held(path, value, depth + 1)
+
+
+def has_state(value: Any) -> bool:
+    """Whether it is an object of a class of the user's, which may keep something from step to step."""
     if isinstance(value, _NO_STATE) or not hasattr(value, "__dict__"):
         return False
-    libraries = {cls.__module__.partition(".")[0] for cls in type(value).__mro__ if cls is not object}
+    libraries = {
+        cls.__module__.partition(".")[0] for cls in type(value).__mro__ if cls not in (object, SimpleNamespace)
+    }
     return libraries.isdisjoint((*_FRAMEWORKS, *_OTHERS)) and libraries.isdisjoint(sys.stdlib_module_names)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.module.held_modules import held_modules
 from lightning_parallel.module.held_objects import HeldObjects
-from lightning_parallel.module.object_state import CONTAINERS, Numbers, ObjectState
+from lightning_parallel.module.object_state import CONTAINERS, Numbers, ObjectState, tensors_inside
 
 _KEPT_APART = ("_parameters", "_modules")
 
@@ -29,9 +29,9 @@ class KeptState:
         self._states = [
             ObjectState(child, lambda name, _: name not in _KEPT_APART, containers=containers) for child in children
         ]
-        values = [value for state in self._states for value in state.attributes.before.values()]
-        tensors = [value for value in (*values, *module.buffers()) if isinstance(value, Tensor)]
-        self._numbers = Numbers(t for t in dict.fromkeys(tensors) if not t.is_meta and not isinstance(t, DTensor))
+        values = (value for state in self._states for value in state.attributes.before.values())
+        tensors = dict.fromkeys([*tensors_inside(values), *module.buffers()])
+        self._numbers = Numbers(t for t in tensors if not t.is_meta and not isinstance(t, DTensor))
         self._objects = HeldObjects(children)
 
     def restore(self) -> None:

@@ -6,14 +6,21 @@ something on a module chooses which of these it may change, and puts them back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-CONTAINERS: tuple[type, ...] = (list, dict, set)
-"""Whose contents are put back, in attributes; not of subclasses, which may do something of their own."""
+CONTAINERS: tuple[type, ...] = (list, dict, set, defaultdict, deque, Counter)
+"""Whose contents are put back, in attributes; not of other subclasses, which may do something of their own."""
+DEEPEST = 4
+"""Containers in containers that are looked into."""
+MOST_ENTRIES = 4096
+"""Entries of a container that are searched for containers and tensors; one that has more holds data."""
+_MOST_NUMBERS = 1 << 16
+"""Elements of a tensor in a container that is state; one that has more holds data."""
 
 
 class Contents:
@@ -45,21 +52,41 @@ class Contents:
         """
         if not isinstance(self._container, dict):
             self._container.clear()
-            (self._container.extend if isinstance(self._container, list) else self._container.update)(self.before)
+            (self._container.update if isinstance(self._container, set) else self._container.extend)(self.before)
             return
         if not keeps_new:
             for key in self._counted().keys() - self.before.keys() if self._new is None else self._new:
                 self._container.pop(key, None)
         if self._counts is None and self._new is None and list(self._container) != list(self.before):
             self._container.clear()  # what went and came again would be the last
-        self._container.update(self.before)
+        # The method of a Counter adds, and a dict's does not know of the order of an OrderedDict.
+        update = dict.update if isinstance(self._container, Counter) else type(self._container).update
+        update(self._container, self.before)
 
     def _counted(self) -> dict[Any, Any]:
         return {k: v for k, v in self._container.items() if self._counts is None or self._counts(k, v)}
 
 
+def tensors_inside(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors that are state: those among `values`, and small ones in containers there, which are no parameters."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        else:
+            tensors = (each for each in _inside([value], CONTAINERS) if isinstance(each, Tensor))
+            yield from (t for t in tensors if t.numel() <= _MOST_NUMBERS and not isinstance(t, nn.Parameter))
+
+
+def _inside(values: Iterable[Any], containers: tuple[type, ...], depth: int = 0) -> Iterator[Any]:
+    """`values`, and what is in containers among them, and in containers there."""
+    for value in values:
+        yield value
+        if depth < DEEPEST and type(value) in (*containers, tuple) and len(value) <= MOST_ENTRIES:
+            yield from _inside(value.values() if isinstance(value, dict) else value, containers, depth + 1)
+
+
 class ObjectState:
-    """The attributes of an object, and what is in the containers among them.
+    """The attributes of an object, and what is in the containers among them, nested ones included.
 
     Args:
         holder: The object.
@@ -75,7 +102,8 @@ class ObjectState:
         containers: tuple[type, ...] = CONTAINERS,
     ) -> None:
         self.attributes = Contents(vars(holder), counts)
-        self._contents = [Contents(value) for value in self.attributes.before.values() if type(value) in containers]
+        held = _inside(self.attributes.before.values(), containers)
+        self._contents = [Contents(value) for value in held if type(value) in containers]
 
     def restore(self, *, keeps_new: bool = False) -> None:
         """Put everything back, as often as needed.

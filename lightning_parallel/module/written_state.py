@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import pickle
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from lightning_parallel.module.held_objects import stateful_objects
+from lightning_parallel.module.held_objects import has_state, stateful_objects
 from lightning_parallel.module.placeholders import placeholder_like, placeholders_in
 
 _VALUES = (bool, int, float, str, type(None))
-_LISTS = (list, dict, set)
+_LISTS = (list, dict, set, deque)
 _OF_TORCH = frozenset(vars(nn.Module()))
 _MOST_ENTRIES = 4096
 """Entries of a list or dict that are looked at one by one; of longer ones, only the number."""
@@ -99,12 +101,19 @@ class WrittenState:
         for name, (value, begin) in news.items():
             value = tree_map_only(Tensor, functools.partial(_received, name, device), value)
             path, _, attribute = name.rpartition(".")
+            if path not in self._holders:
+                continue  # in an object that has come as a whole
             own = vars(self._holders[path]).get(attribute)
             if isinstance(own, list) and isinstance(value, list):
                 own[begin:] = value
-            elif isinstance(own, dict | set):
+            elif isinstance(own, dict):
+                # Objects that are here have their own news, and whoever holds them finds these.
+                held = {key: each for key, each in own.items() if key in value and has_state(each)}
                 own.clear()
-                own.update(value)
+                own.update(value | held)
+            elif isinstance(own, set | deque):
+                own.clear()
+                own.extend(value) if isinstance(own, deque) else own.update(value)
             else:
                 setattr(self._holders[path], attribute, value)
 
@@ -141,11 +150,32 @@ def _received(name: str, device: torch.device, tensor: Tensor) -> Tensor:
 
 
 def _is_plain(value: Any) -> bool:
-    leaves = tree_leaves(list(value) if isinstance(value, set) else value)
+    """Whether it can be sent: numbers, text, tensors, and objects of the user's in dicts, which others may lack."""
+    leaves = list(_leaves(value))
     if len(leaves) > _MOST or not all(isinstance(leaf, (*_VALUES, Tensor)) for leaf in leaves):
         return False
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return not placeholders_in(tensors) and sum(tensor.numel() for tensor in tensors) <= _MOST
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield key
+            yield from _leaves(vars(each) if has_state(each) and _pickles(each) else each)
+    elif isinstance(value, list | tuple | set | deque):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _pickles(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever its own methods raise
+        return False
+    return True
 
 
 def _mark(value: Any) -> Any:

@@ -17,8 +17,8 @@ _HOST = torch.device("cpu")
 class BatchesOfRank:
     """Every ``num_replicas``-th batch of a batch sampler, from the ``rank``-th on.
 
-    Every rank has as many batches: where they do not come out even, the first ones follow the last ones, as the samples
-    of `DistributedSampler` do.
+    In training every rank has as many batches: where they do not come out even, the first ones follow the last ones, as
+    the samples of `DistributedSampler` do. In evaluation none is read twice, if there is one for each rank.
 
     Args:
         batches: The user's batch sampler, the same on every rank.
@@ -26,14 +26,22 @@ class BatchesOfRank:
         rank: This one among them.
         seed: What the batch sampler draws from, together with the number of the epoch: ranks have to draw alike.
         is_same: Whether all ranks give it the same. A collective.
+        repeats: Whether every rank has as many.
     """
 
     def __init__(
-        self, batches: Iterable[Any], *, num_replicas: int, rank: int, seed: int, is_same: Callable[[Any], bool]
+        self,
+        batches: Iterable[Any],
+        *,
+        num_replicas: int,
+        rank: int,
+        seed: int,
+        is_same: Callable[[Any], bool],
+        repeats: bool = True,
     ) -> None:
         self.batch_sampler = batches
         self.num_replicas, self.rank = num_replicas, rank
-        self.seed, self._is_same = seed, is_same
+        self.seed, self.repeats, self._is_same = seed, repeats, is_same
         self._epoch = 0
 
     @property
@@ -54,7 +62,9 @@ class BatchesOfRank:
                 set_epoch(epoch)
 
     def __len__(self) -> int:
-        return -(-len(self.batch_sampler) // self.num_replicas)  # type: ignore[arg-type]
+        number: int = len(self.batch_sampler)  # type: ignore[arg-type]
+        first = 0 if self.repeats or number < self.num_replicas else self.rank
+        return len(range(first, number, self.num_replicas))
 
     def __iter__(self) -> Iterator[Any]:
         batches = self.of_all_ranks()
@@ -62,10 +72,12 @@ class BatchesOfRank:
         self._check(first)
         if not first:
             return
+        repeats = self.repeats or len(first) < self.num_replicas
         batches = itertools.chain(first, batches)
         while turn := list(itertools.islice(batches, self.num_replicas)):
-            turn += itertools.islice(itertools.cycle(first), self.num_replicas - len(turn))
-            yield turn[self.rank]
+            if repeats:
+                turn += itertools.islice(itertools.cycle(first), self.num_replicas - len(turn))
+            yield from turn[self.rank : self.rank + 1]
 
     def of_all_ranks(self) -> Iterator[Any]:
         """The batches of all ranks, with generators that are the same on every rank and change no others."""

@@ -19,7 +19,7 @@ from lightning_parallel.errors import check
 from lightning_parallel.module.differences import first_of
 from lightning_parallel.module.held_modules import held_modules
 from lightning_parallel.module.held_objects import HeldObjects
-from lightning_parallel.module.object_state import ObjectState
+from lightning_parallel.module.object_state import ObjectState, tensors_inside
 from lightning_parallel.module.placeholders import name_sources, placeholders_in
 from lightning_parallel.module.written_state import WrittenState
 from lightning_parallel.ranks.random_streams import seed_generators, seed_of_part
@@ -276,9 +276,11 @@ def _without_trace(module: nn.Module, is_in_layer: Callable[[str], bool]) -> Ite
     """Leave no trace of a run on what is outside of the layers: attributes, lists, buffers, states of metrics."""
     outside = _outside(module, is_in_layer)
     states = [ObjectState(child, lambda name, _: name not in ("_parameters", "_modules")) for child in outside.values()]
+    values = (value for state in states for value in state.attributes.before.values())
     buffers = [buffer for child in outside.values() for buffer in child.buffers(recurse=False)]
+    tensors = dict.fromkeys([*buffers, *(t for t in tensors_inside(values) if not t.is_inference())])
     objects = HeldObjects(outside.values())
-    written = [(buffer, buffer._version, buffer.detach().clone()) for buffer in buffers]
+    written = [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
     with contextlib.ExitStack() as stack:
         for child in outside.values():
             if isinstance(child, Metric):
@@ -291,9 +293,9 @@ def _without_trace(module: nn.Module, is_in_layer: Callable[[str], bool]) -> Ite
             objects.restore()
             # Only what was written: backward of what has read a buffer finds it as it was.
             with torch.no_grad():
-                for buffer, version, before in written:
-                    if buffer._version != version:
-                        buffer.copy_(before)
+                for tensor, version, before in written:
+                    if tensor._version != version:
+                        tensor.copy_(before)
 
 
 def _outside(module: nn.Module, is_in_layer: Callable[[str], bool]) -> dict[str, nn.Module]:

@@ -8,6 +8,7 @@ from lightning.fabric.utilities.data import has_iterable_dataset
 from torch.utils.data import DataLoader
 
 from lightning_parallel import _lightning
+from lightning_parallel.strategies.batches_of_rank import BatchesOfRank
 from lightning_parallel.strategies.positioned_batches import batches_of
 
 _EXACT = ("torch", "torchdata", "lightning", "lightning_parallel")
@@ -30,6 +31,9 @@ def has_exact_length(loader: object) -> bool:
     is_own = cls.__iter__ is not DataLoader.__iter__ or cls.__len__ is not DataLoader.__len__
     positioned = batches_of(loader)
     batches = _lightning.fetchers.own_batch_sampler(loader.batch_sampler if positioned is None else positioned.batches)
+    if isinstance(batches, BatchesOfRank) and not batches.repeats:
+        # Where none is read again, ranks have as many as the user's sampler gives them.
+        batches = batches.batch_sampler
     samplers = (batches, getattr(batches, "sampler", None), loader.sampler)
     return not (is_own and _package(loader) not in _EXACT) and all(
         _package(each) in _EXACT for each in samplers if each is not None

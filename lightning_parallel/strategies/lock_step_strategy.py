@@ -75,6 +75,11 @@ class LockStepStrategy(ProcessGroupStrategy):
         """Whether ranks depend on each other's batches: not where each of them predicts by itself."""
         return self.module.trainer.state.fn != TrainerFn.PREDICTING or self.steps.meets_in_steps
 
+    @property
+    @override
+    def may_be_uneven(self) -> bool:
+        return self._turns is not None
+
     def _begin_turns(self) -> None:
         self._end_turns()
         if self.world_size > 1 and self._has_to_meet:

@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_parallel import _lightning
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.collectives import stacked
+from lightning_parallel.ranks.uneven_rows import as_many_rows
 from lightning_parallel.strategies.launchers import RankOptions, build_launcher, start_violations
 from lightning_parallel.strategies.refusals import device_violations
 from lightning_parallel.strategies.sampling import SampleDealer
@@ -173,11 +174,18 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         # LightningModule.all_gather passes the group of all ranks by default. Ranks that share samples count once.
         is_own = group not in (None, dist.group.WORLD)
+        if not is_own and self.may_be_uneven:
+            tensor = as_many_rows(tensor, self.data_group, self.root_device)
         if is_own or not dist.is_initialized() or self.data_group is dist.group.WORLD:
             return super().all_gather(tensor, group, sync_grads)
         # torch's gather has a backward only for all ranks of the process.
         with torch.set_grad_enabled(torch.is_grad_enabled() and sync_grads):
             return stacked(tensor, self.data_group)
+
+    @property
+    def may_be_uneven(self) -> bool:
+        """Whether ranks may have different numbers of samples to gather."""
+        return False
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.utilities.data import has_iterable_dataset
+from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -25,7 +25,8 @@ class SampleDealer:
 
     Lightning shuffles every training set that it deals out, also one whose loader does not shuffle, and makes batches
     of one sample where a loader has a batch sampler. Dealt out in order, batch ``i`` of all ranks together is batch
-    ``i`` of one process with the global batch size.
+    ``i`` of one process with the global batch size. In training, every rank has as many samples, and some are read
+    twice where they do not come out even. In evaluation none is, so that metrics are those of one process.
 
     Args:
         trainer: Its `use_distributed_sampler` is honoured, and set back by `detach`.
@@ -47,37 +48,59 @@ class SampleDealer:
         batches = loader.batch_sampler
         if any(_is_dealt_out(each) for each in (loader.sampler, batches, getattr(batches, "sampler", None))):
             return loader
-        ranks = self._trainer.distributed_sampler_kwargs or {}
-        overfit = self._trainer.overfit_batches  # type: ignore[attr-defined]
         if loader.batch_size is not None or batches is None:
-            dealt: Any = _lightning.with_sampler_of_rank(loader, overfit_batches=overfit, **ranks)
-            self._tell_repeated(dealt.sampler)
-            return dealt
+            return _lightning.with_sampler(loader, self._sampler_of_rank(loader, drop_last=loader.drop_last))
         if type(batches) is BatchSampler:
             # Samples are dealt out as where the loader is given the sampler and the batch size.
             plain: DataLoader[Any] = DataLoader(loader.dataset, sampler=batches.sampler)
-            sampler = _lightning.sampler_of_rank(plain, overfit_batches=overfit, **ranks)
-            self._tell_repeated(sampler)
+            sampler = self._sampler_of_rank(plain, drop_last=batches.drop_last)
             return _torch.loaders.with_batches(
                 loader, BatchSampler(sampler, batches.batch_size, batches.drop_last), sampler
             )
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as Lightning's samplers
-        of_rank = BatchesOfRank(batches, **ranks, seed=seed, is_same=self._is_same)
+        ranks = self._trainer.distributed_sampler_kwargs or {}
+        of_rank = BatchesOfRank(batches, **ranks, seed=seed, is_same=self._is_same, repeats=not self._evaluates)
+        number = sized_len(batches)
+        if number is not None and (of_rank.repeats or number < of_rank.num_replicas):
+            self._tell_repeated("batches", number, of_rank.num_replicas, len(of_rank))
         return _torch.loaders.with_batches(loader, of_rank, of_rank)
 
-    def _tell_repeated(self, sampler: object) -> None:
-        """Say how many samples are read twice, since ranks get as many each: metrics count them twice."""
-        if not isinstance(sampler, DistributedSampler):
-            return
-        num_samples = len(sampler.dataset)  # type: ignore[arg-type]
-        numbers = num_samples, sampler.num_replicas
-        repeated = sampler.total_size - num_samples
-        if repeated > 0 and numbers not in self._told:
-            self._told.add(numbers)
+    @property
+    def _evaluates(self) -> bool:
+        return self._trainer.sanity_checking or self._trainer.validating or self._trainer.testing
+
+    def _sampler_of_rank(self, loader: DataLoader[Any], *, drop_last: bool) -> Any:
+        """The sampler of this rank; in evaluation, one that reads no sample twice.
+
+        Args:
+            loader: A loader of a map-style data set.
+            drop_last: Whether batches that are not full are left out.
+        """
+        ranks = self._trainer.distributed_sampler_kwargs or {}
+        overfit = self._trainer.overfit_batches  # type: ignore[attr-defined]
+        sampler = _lightning.sampler_of_rank(loader, overfit_batches=overfit, **ranks)
+        if self._evaluates and len(sampler.dataset) >= sampler.num_replicas:
+            _leave_out_repeated(sampler, drop_last=drop_last)
+        if sampler.total_size > len(sampler.dataset):
+            self._tell_repeated("samples", len(sampler.dataset), sampler.num_replicas, sampler.num_samples)
+        return sampler
+
+    def _tell_repeated(self, what: str, number: int, num_ranks: int, of_each: int) -> None:
+        """Say once how many are read twice, where ranks get as many each: metrics and losses count them twice.
+
+        Args:
+            what: ``"samples"`` or ``"batches"``.
+            number: How many there are.
+            num_ranks: Ranks that read different ones.
+            of_each: How many each of them reads.
+        """
+        repeated = of_each * num_ranks - number
+        if repeated > 0 and (number, num_ranks) not in self._told:
+            self._told.add((number, num_ranks))
             rank_zero_info(
-                f"{num_samples} samples are dealt out to {sampler.num_replicas} ranks, {sampler.num_samples} to each: "
-                f"{repeated} more than there are, and these count twice in losses and metrics. A number "
-                f"of samples that {sampler.num_replicas} divides avoids it, as does one device alone for the last test"
+                f"{number} {what} are dealt out to {num_ranks} ranks, {of_each} to each: {repeated} more than there "
+                f"are, and these count twice in losses and metrics. A number of {what} that {num_ranks} divides avoids "
+                "it"
             )
 
     def _is_same(self, value: object) -> bool:
@@ -95,3 +118,14 @@ class SampleDealer:
 def _is_dealt_out(sampler: object) -> bool:
     """Whether the user's sampler knows of ranks by itself."""
     return isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas")
+
+
+def _leave_out_repeated(sampler: DistributedSampler[Any], *, drop_last: bool) -> None:
+    """Let `sampler` read each sample once: some ranks have one more than others, or none has, with `drop_last`.
+
+    With `drop_last`, each rank's full batches are then those of one process with the global batch size.
+    """
+    num_samples, num_ranks = len(sampler.dataset), sampler.num_replicas  # type: ignore[arg-type]
+    sampler.drop_last = drop_last
+    sampler.total_size = num_samples - num_samples % num_ranks if drop_last else num_samples
+    sampler.num_samples = len(range(sampler.rank, sampler.total_size, num_ranks))

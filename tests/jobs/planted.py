@@ -59,7 +59,7 @@ def _own_norm() -> Any:
 
 
 def _all_samples() -> Any:
-    return mock.patch.object(_lightning, "with_sampler_of_rank", lambda loader, **kwargs: loader)
+    return mock.patch.object(_lightning, "with_sampler", lambda loader, sampler: loader)
 
 
 def _without_resumed_optimizers() -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_parallel.module.held_objects import HeldObjects
+from lightning_parallel.module.held_objects import HeldObjects, stateful_objects
 
 
 class Plain:
@@ -33,6 +33,21 @@ def test_objects_are_put_back() -> None:
         assert (each.value, each.seen, each.mean.tolist()) == (1.0, [1], [0, 0])
         assert not hasattr(each, "new")
     assert not held.has_drawn
+
+
+def test_objects_in_objects() -> None:
+    module = nn.Module()
+    outer = Plain()
+    outer.inner = {"a.b": [Plain()]}  # type: ignore[attr-defined]
+    outer.back = outer  # type: ignore[attr-defined]
+    module.own = outer  # type: ignore[assignment]
+    inner = outer.inner["a.b"][0]  # type: ignore[attr-defined]
+    held = HeldObjects([module])
+    assert stateful_objects({"": module}) == {"own": outer, "own.inner['a.b'][0]": inner}
+    inner.value = 2.0
+    inner.seen.append(2)
+    held.restore()
+    assert (inner.value, inner.seen) == (1.0, [1])
 
 
 def test_data_is_left_alone() -> None:

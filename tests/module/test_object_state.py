@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_parallel.module.object_state import Contents, Numbers, ObjectState
+from lightning_parallel.module.object_state import Contents, Numbers, ObjectState, tensors_inside
 
 
-@pytest.mark.parametrize("container", [{"a": 1, "b": 2}, OrderedDict(a=1, b=2), [1, 2], {1, 2}])
+@pytest.mark.parametrize(
+    "container", [{"a": 1, "b": 2}, OrderedDict(a=1, b=2), Counter(a=1, b=2), [1, 2], deque([1, 2], 2), {1, 2}]
+)
 def test_all_that_a_container_held(container: Any) -> None:
     before, contents = container.copy(), Contents(container)
     for _ in range(2):
         container.clear()
-        container.append(3) if isinstance(container, list) else container.update({"c": 3} if "a" in before else {3})
+        change = {"c": 3} if "a" in before else {3}
+        container.append(3) if isinstance(container, list | deque) else container.update(change)
         contents.restore()
         assert container == before
         assert list(container) == list(before)
@@ -65,6 +69,23 @@ def test_attributes_and_the_containers_among_them() -> None:
     state.restore()
     assert vars(holder) == {"seen": [1], "name": "a", "kept": {"a": 1, "b": 2}}
     assert holder.seen is seen
+
+
+def test_containers_in_containers() -> None:
+    holder = SimpleNamespace(logs={"a": [1], "b": ({2},)}, named=defaultdict(list), data=[[0]] * 5000)
+    state = ObjectState(holder)
+    holder.logs["a"].append(2)
+    holder.logs["b"][0].add(3)
+    holder.named["c"].append(4)
+    holder.data[0].append(5)
+    state.restore()
+    assert (holder.logs, holder.named) == ({"a": [1], "b": ({2},)}, {})
+    assert holder.data[0] == [0, 5]  # so many entries are data
+
+
+def test_tensors_that_are_state() -> None:
+    small, large, weight = torch.zeros(2), torch.zeros(1 << 17), nn.Parameter(torch.zeros(2))
+    assert list(tensors_inside([large, {"a": [small, weight, large]}, 3])) == [large, small]
 
 
 def test_numbers_are_written_back() -> None:

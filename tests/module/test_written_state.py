@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lightning_parallel.module.written_state import News, WrittenState
+from tests.models.containers import Collects
 
 
 class Meter:
@@ -61,6 +62,24 @@ def test_others_follow() -> None:
     assert [float(value) for value in other.outputs] == [1.0, 7.0]
     assert (other.recent, other.meter.sum) == ([2.0, 3.0], 4.0)
     assert other.mean.sum() == 0  # buffers are sent by themselves
+
+
+def test_objects_that_appear_in_a_step() -> None:
+    """They come as a whole, and whoever holds one that was there goes on with it."""
+    holder, other = Collects(), Collects()
+    holder.tracker.meters["a"].update(1.0)
+    other.tracker.meters["a"].update(1.0)
+    state, follower = WrittenState({"": holder}), WrittenState({"": other})
+    kept = other.tracker.meters["a"]
+    holder.tracker.meters["a"].update(2.0)
+    holder.tracker.meters["b"].update(3.0)
+    holder.steps["train"].add(4)
+    holder.counted["train"] += 5
+    holder.recent.append(6.0)
+    for _ in range(2):
+        follower.follow(state.news(), torch.device("cpu"))
+        assert other.tracker.meters["a"] is kept
+        assert other.collected() == holder.collected()
 
 
 def test_what_cannot_be_sent_is_left_out() -> None:

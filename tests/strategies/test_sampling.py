@@ -22,7 +22,8 @@ NAMES = ["ddp_custom", "fsdp_custom"]
 
 def in_turn(found: list[Any], name: str) -> list[list[float]]:
     """What all ranks read, batch after batch; numbers of samples in place of the first of their four numbers."""
-    return [[value / 4 for value in batch] for each in zip(*(f[0][name] for f in found), strict=True) for batch in each]
+    turns = itertools.zip_longest(*(f[0][name] for f in found))
+    return [[value / 4 for value in batch] for turn in turns for batch in turn if batch is not None]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,10 +51,10 @@ def test_drawn_orders(ranks: Any) -> None:
 @pytest.mark.parametrize(("num_samples", "repeated"), [(24, []), (18, [[0, 1, 2]])])
 @pytest.mark.parametrize("name", NAMES)
 def test_own_batches_stay_whole(name: str, num_samples: int, repeated: Any, ranks: Any) -> None:
-    """Every rank takes its turn; where batches do not come out even, the first ones are read again."""
+    """Every rank takes its turn; where batches do not come out even, training reads the first ones again."""
     one = [[value / 4 for value in batch] for batch in read("auto", 1, "buckets", num_samples)[0]["test"]]
     found = ranks(2).run(read, name, 2, "buckets", num_samples)
-    assert in_turn(found, "test") == one + repeated
+    assert in_turn(found, "test") == one
     assert in_turn(found, "train") == (one + repeated) * 2
 
 
@@ -74,6 +75,19 @@ def test_every_rank_has_as_many_batches(num_ranks: int) -> None:
     assert list(dealt(0, Buckets(0))) == []
 
 
+@pytest.mark.parametrize(("num_batches", "num_ranks"), [(12, 5), (3, 3), (2, 3)])
+def test_evaluation_reads_no_batch_twice(num_batches: int, num_ranks: int) -> None:
+    """Where there are fewer batches than ranks, each still has one."""
+    batches = [[index] for index in range(num_batches)]
+    every = [
+        BatchesOfRank(batches, num_replicas=num_ranks, rank=rank, seed=3, is_same=lambda _: True, repeats=False)
+        for rank in range(num_ranks)
+    ]
+    of_ranks = [list(each) for each in every]
+    assert [len(each) for each in every] == list(map(len, of_ranks))
+    assert sum(map(len, of_ranks)) == max(num_batches, num_ranks)
+
+
 def test_ranks_that_draw_differently_are_refused(ranks: Any) -> None:
     with pytest.raises(RankError, match="the batch sampler Buckets has other batches on other ranks"):
         ranks(2).run(read, "ddp_custom", 2, "unlike", 24)
@@ -88,7 +102,8 @@ def test_samples_that_are_read_twice_are_counted(
 ) -> None:
     trainer: Any = SimpleNamespace(
         _accelerator_connector=SimpleNamespace(use_distributed_sampler=True),
-        state=SimpleNamespace(fn=TrainerFn.VALIDATING),
+        state=SimpleNamespace(fn=TrainerFn.FITTING),
+        **dict.fromkeys(("sanity_checking", "validating", "testing"), False),
         distributed_sampler_kwargs={"num_replicas": 2, "rank": 0},
         overfit_batches=0.0,
     )

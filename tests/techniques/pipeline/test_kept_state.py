@@ -12,6 +12,7 @@ from lightning_parallel import full_state_dict
 from lightning_parallel.module import written_state
 from lightning_parallel.strategies import loss_choice
 from tests.data import batches, loader
+from tests.models.containers import Collects
 from tests.models.stateful import KEEPING, CachesMask, CarriesSamples, CollectsOutputs, ComparesWithLast, CountsSteps
 from tests.parity import TOLERANCE, Outcome, once, train_module, trainer_for, worst
 from tests.rank_pool import RankError
@@ -43,6 +44,20 @@ def test_outputs_of_an_epoch_are_those_of_one_process_on_all_ranks(ranks: Any, n
     expected, _ = once(collected, "auto", 1)
     for means, _ in ranks(2).run(collected, name, 2):
         assert means == pytest.approx(expected, rel=1e-5)
+
+
+def in_containers(strategy: str, num_ranks: int) -> dict[str, Any]:
+    """What a module has collected in containers of containers and in objects, on this rank."""
+    module = Collects()
+    trainer_for(strategy, num_ranks).fit(module, loader(1), loader(1, 2))
+    return module.collected()
+
+
+@pytest.mark.parametrize("name", ["pp_custom", "pp_custom:loss=batch"])
+def test_containers_hold_what_they_hold_in_one_process(ranks: Any, name: str) -> None:
+    """Nested ones too: a stage runs a step more often than once, and not all of it."""
+    expected = once(in_containers, "auto", 1)
+    assert ranks(2).run(in_containers, name, 2) == [expected, expected]
 
 
 def numbers_of_steps(strategy: str, num_ranks: int) -> int:
