@@ -19,6 +19,7 @@ from lightning_parallel.strategies.epoch_ends import EpochEnds
 from lightning_parallel.strategies.evaluation_turns import EvaluationTurns, nothing_left
 from lightning_parallel.strategies.loader_lengths import length_violations, unequal_sharers
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
+from lightning_parallel.strategies.rank_buffers import RankBuffers
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -29,6 +30,7 @@ class LockStepStrategy(ProcessGroupStrategy):
 
     _epoch_ends: EpochEnds | None = None
     _turns: EvaluationTurns | None = None
+    _rank_buffers: RankBuffers | None = None
     _readers: list[int]
     _compared: set[tuple[Any, int]]
 
@@ -79,6 +81,17 @@ class LockStepStrategy(ProcessGroupStrategy):
     @override
     def may_be_uneven(self) -> bool:
         return self._turns is not None
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._rank_buffers = RankBuffers(self.module) if self.world_size > 1 else None
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self._rank_buffers is not None:
+            self._rank_buffers.begin_step()
 
     def _begin_turns(self) -> None:
         self._end_turns()
@@ -142,6 +155,7 @@ class LockStepStrategy(ProcessGroupStrategy):
     @override
     def teardown(self) -> None:
         self._end_turns()
+        self._rank_buffers = None
         if self._epoch_ends is not None:
             self._epoch_ends.detach()
             self._epoch_ends = None
