@@ -101,6 +101,15 @@ def evaluation_loop(trainer: Trainer) -> Any:
     return loops[trainer.state.fn]
 
 
+def reads_together(loop: Any) -> bool:
+    """Whether an evaluation takes a batch of each of its loaders at a time; not before it has them.
+
+    `_EvaluationLoop._combined_loader` and its `_mode`, since 2.0; wait for public properties.
+    """
+    loaders = loop._combined_loader
+    return loaders is not None and loaders._mode != "sequential"
+
+
 class BatchesAhead:
     """The batches of an evaluation, of which one is read ahead of what the loop has been given.
 

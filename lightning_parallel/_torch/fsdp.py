@@ -203,25 +203,18 @@ def forget_sharding(module: nn.Module) -> None:
     _composable_state._module_state_mapping.pop(module, None)
 
 
-def gather_around(
-    holder: Any,
-    method: str,
-    unit: nn.Module,
-    *,
-    takes_batch: bool = False,
-    unless: Callable[[], bool] = lambda: False,
-) -> None:
+def gather_around(holder: Any, method: str, unit: nn.Module, *, takes_batch: bool = False) -> None:
     """Gather the parameters of `unit` while ``holder.method`` runs.
 
     `register_fsdp_forward_method` (public) does this for methods that are never called from within `forward`. These
-    may be, and a nested call must not free what its caller still needs. `FSDPState._pre_forward`, since 2.4.
+    may be, and a nested call must not free what its caller still needs. `FSDPState._pre_forward` and `_is_root`, since
+    2.4.
 
     Args:
         holder: The object whose method is replaced.
         method: Its name.
         unit: The sharded unit.
         takes_batch: Whether it is given what Lightning has moved. torch would move what was left on the host, too.
-        unless: Asked where nobody has gathered the parameters yet; true leaves them as they are.
     """
     assert isinstance(unit, FSDPModule)
     original = getattr(holder, method)
@@ -231,7 +224,7 @@ def gather_around(
     @functools.wraps(original)
     def gathered(*args: Any, **kwargs: Any) -> Any:
         # Gathered by a caller already, who will free the parameters. The compiler looks into layers only, which are.
-        if torch.compiler.is_compiling() or state._training_state != idle or unless():
+        if torch.compiler.is_compiling() or state._training_state != idle:
             return original(*args, **kwargs)
         if takes_batch:
             state._pre_forward(unit, (), {})
@@ -241,6 +234,11 @@ def gather_around(
         result = original(*args, **kwargs)
         changed = [g._version for _, g in gathered_parameters(unit)] != versions
         result = state._post_forward(unit, args, result)
+        if state._is_root and not takes_batch:
+            # It is no step, after which torch leaves some units as they are: hooks look at shards.
+            for inner in unit.modules():
+                if isinstance(inner, FSDPModule):
+                    inner.reshard()
         if changed:
             raise RuntimeError(
                 f"{method} writes into parameters while they are gathered, and the change would be lost. Write in a "

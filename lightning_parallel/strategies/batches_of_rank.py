@@ -26,7 +26,7 @@ class BatchesOfRank:
         rank: This one among them.
         seed: What the batch sampler draws from, together with the number of the epoch: ranks have to draw alike.
         is_same: Whether all ranks give it the same. A collective.
-        repeats: Whether every rank has as many.
+        repeats: Asked when it is read: whether every rank needs as many.
     """
 
     def __init__(
@@ -37,12 +37,23 @@ class BatchesOfRank:
         rank: int,
         seed: int,
         is_same: Callable[[Any], bool],
-        repeats: bool = True,
+        repeats: Callable[[], bool] = lambda: True,
     ) -> None:
         self.batch_sampler = batches
         self.num_replicas, self.rank = num_replicas, rank
-        self.seed, self.repeats, self._is_same = seed, repeats, is_same
+        self.seed, self._repeats, self._is_same = seed, repeats, is_same
         self._epoch = 0
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it gives every rank as many, however many there are."""
+        return self._repeats()
+
+    @property
+    def repeated(self) -> int:
+        """How many batches are read twice."""
+        number: int = len(self.batch_sampler)  # type: ignore[arg-type]
+        return -number % self.num_replicas if self.repeats or number < self.num_replicas else 0
 
     @property
     def sampler(self) -> BatchesOfRank:

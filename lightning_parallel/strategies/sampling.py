@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
@@ -12,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_parallel import _lightning, _torch
 from lightning_parallel.strategies.batches_of_rank import BatchesOfRank
+from lightning_parallel.strategies.samples_of_rank import SamplesOfRank
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -59,18 +62,25 @@ class SampleDealer:
             )
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as Lightning's samplers
         ranks = self._trainer.distributed_sampler_kwargs or {}
-        of_rank = BatchesOfRank(batches, **ranks, seed=seed, is_same=self._is_same, repeats=not self._evaluates)
+        of_rank = BatchesOfRank(batches, **ranks, seed=seed, is_same=self._is_same, repeats=self._repeats())
         number = sized_len(batches)
-        if number is not None and (of_rank.repeats or number < of_rank.num_replicas):
-            self._tell_repeated("batches", number, of_rank.num_replicas, len(of_rank))
+        if number is not None:
+            self._tell_repeated("batches", number, of_rank.num_replicas, of_rank.repeated)
         return _torch.loaders.with_batches(loader, of_rank, of_rank)
 
-    @property
-    def _evaluates(self) -> bool:
-        return self._trainer.sanity_checking or self._trainer.validating or self._trainer.testing
+    def _repeats(self) -> Callable[[], bool]:
+        """What says whether every rank has to have as many: not where it evaluates, one loader after the other.
+
+        Loaders that are read together give a batch of each, and ``None`` for those that have come to an end. Ranks
+        would not have the same, and could not run each other's steps.
+        """
+        trainer = self._trainer
+        if not (trainer.sanity_checking or trainer.validating or trainer.testing):
+            return lambda: True
+        return functools.partial(_lightning.fetchers.reads_together, _lightning.fetchers.evaluation_loop(trainer))
 
     def _sampler_of_rank(self, loader: DataLoader[Any], *, drop_last: bool) -> Any:
-        """The sampler of this rank; in evaluation, one that reads no sample twice.
+        """The sampler of this rank.
 
         Args:
             loader: A loader of a map-style data set.
@@ -78,29 +88,29 @@ class SampleDealer:
         """
         ranks = self._trainer.distributed_sampler_kwargs or {}
         overfit = self._trainer.overfit_batches  # type: ignore[attr-defined]
-        sampler = _lightning.sampler_of_rank(loader, overfit_batches=overfit, **ranks)
-        if self._evaluates and len(sampler.dataset) >= sampler.num_replicas:
-            _leave_out_repeated(sampler, drop_last=drop_last)
-        if sampler.total_size > len(sampler.dataset):
-            self._tell_repeated("samples", len(sampler.dataset), sampler.num_replicas, sampler.num_samples)
-        return sampler
+        even = _lightning.sampler_of_rank(loader, overfit_batches=overfit, **ranks)
+        repeats, number = self._repeats(), len(even.dataset)
+        tell = functools.partial(self._tell_repeated, "samples", number, even.num_replicas)
+        if not repeats():
+            return SamplesOfRank(even, drop_last, repeats, tell)
+        tell(even.total_size - number)
+        return even
 
-    def _tell_repeated(self, what: str, number: int, num_ranks: int, of_each: int) -> None:
+    def _tell_repeated(self, what: str, number: int, num_ranks: int, repeated: int) -> None:
         """Say once how many are read twice, where ranks get as many each: metrics and losses count them twice.
 
         Args:
             what: ``"samples"`` or ``"batches"``.
             number: How many there are.
             num_ranks: Ranks that read different ones.
-            of_each: How many each of them reads.
+            repeated: How many of them are read twice.
         """
-        repeated = of_each * num_ranks - number
         if repeated > 0 and (number, num_ranks) not in self._told:
             self._told.add((number, num_ranks))
             rank_zero_info(
-                f"{number} {what} are dealt out to {num_ranks} ranks, {of_each} to each: {repeated} more than there "
-                f"are, and these count twice in losses and metrics. A number of {what} that {num_ranks} divides avoids "
-                "it"
+                f"{number} {what} are dealt out to {num_ranks} ranks, {(number + repeated) // num_ranks} to each: "
+                f"{repeated} more than there are, and these count twice in losses and metrics. A number of {what} that "
+                f"{num_ranks} divides avoids it"
             )
 
     def _is_same(self, value: object) -> bool:
@@ -118,14 +128,3 @@ class SampleDealer:
 def _is_dealt_out(sampler: object) -> bool:
     """Whether the user's sampler knows of ranks by itself."""
     return isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas")
-
-
-def _leave_out_repeated(sampler: DistributedSampler[Any], *, drop_last: bool) -> None:
-    """Let `sampler` read each sample once: some ranks have one more than others, or none has, with `drop_last`.
-
-    With `drop_last`, each rank's full batches are then those of one process with the global batch size.
-    """
-    num_samples, num_ranks = len(sampler.dataset), sampler.num_replicas  # type: ignore[arg-type]
-    sampler.drop_last = drop_last
-    sampler.total_size = num_samples - num_samples % num_ranks if drop_last else num_samples
-    sampler.num_samples = len(range(sampler.rank, sampler.total_size, num_ranks))

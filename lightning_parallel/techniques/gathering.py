@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_parallel import _torch
-from lightning_parallel.errors import asking
 from lightning_parallel.module.layer_stacks import owner_of
 
 _ROOT = ""
@@ -37,8 +36,8 @@ def gather_in_steps(module: nn.Module, units: Sequence[str], step_methods: Seque
 def gather_around_parts(module: nn.Module, units: Sequence[str], *, except_in: Sequence[str] = ()) -> None:
     """Gather the parameters of a unit around the forward of a module inside of it that is called from outside of it.
 
-    What is called from inside passes by, as the unit has gathered them. Steps gather the parameters of the root, so its
-    parts need nothing.
+    What is called from inside passes by, as the unit has gathered them. So do, in steps, the parts of the root; a hook
+    may call them by themselves. A gather needs all ranks, in hooks, too.
 
     Args:
         module: The sharded module.
@@ -48,10 +47,10 @@ def gather_around_parts(module: nn.Module, units: Sequence[str], *, except_in: S
     parts = [path for path, _ in module.named_modules() if path not in units and owner_of(path, except_in) is None]
     inside = {path: owner_of(path, units) for path in parts}
     for path, owner in inside.items():
-        if owner is not None and owner != _ROOT:
+        if owner is not None:
             part = module.get_submodule(path)
             for method in _forwards(part):
-                _torch.fsdp.gather_around(part, method, module.get_submodule(owner), unless=_is_in_hook)
+                _torch.fsdp.gather_around(part, method, module.get_submodule(owner))
 
 
 def gather_while_running(holder: object, method: str, module: nn.Module) -> None:
@@ -78,11 +77,6 @@ def gather_in_method(module: nn.Module, units: Sequence[str], method: str) -> No
     owner = owner_of(f"{path}." if path else "x", units)
     if owner is not None:
         _torch.fsdp.gather_around(module.get_submodule(path), name, module.get_submodule(owner))
-
-
-def _is_in_hook() -> bool:
-    """Whether a hook calls, and no step: it may do so on some ranks only, and the others would be waited for."""
-    return asking(__name__, _torch.fsdp.__name__) != ""
 
 
 def _forwards(part: nn.Module) -> Iterator[str]:

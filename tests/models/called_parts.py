@@ -93,6 +93,15 @@ class SamplesFromAPart(CallsParts):
             self.sampled = self.model.decoder(torch.ones(1, 1, WIDTH))
 
 
+class GradientsInHooks(CallsParts):
+    """Calls the network between backward and the update."""
+
+    def on_after_backward(self) -> None:
+        with torch.no_grad():
+            self.sampled = self.model.decoder(torch.ones(1, 1, WIDTH))
+            self.whole = self.model(torch.zeros(1, 4, dtype=torch.long))
+
+
 class Scores(CallsParts):
     """Reads a parameter in a method that a hook calls."""
 

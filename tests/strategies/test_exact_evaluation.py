@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from lightning_parallel.strategies import sampling
 from tests.jobs.evaluations import evaluated, loader_of
 from tests.models.containers import Collects
+from tests.models.pipelined import DeepTied
 from tests.parity import TOLERANCE, trainer_for
 from tests.rank_pool import RankError
 
@@ -95,6 +99,38 @@ def test_what_cannot_be_gathered(ranks: Any) -> None:
         ranks(2).run(evaluated, "ddp_custom", 2, "", 29, gathers="all", deadline=60)
     with pytest.raises(RankError, match=r"there is no batch left for rank 1"):
         ranks(2).run(evaluated, "ddp_custom", 2, "", 33, gathers="step", deadline=60)
+
+
+class Pairwise(DeepTied):
+    """Runs the layers for each loader that has a batch left."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.seen = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        for each in batch.values():
+            if each is not None:
+                self(each[0])
+                self.seen += len(each[0])
+
+
+def seen_together(mode: Any) -> tuple[int, list[str]]:
+    """How many samples of two loaders this rank sees, and what is said of them."""
+    module, said = Pairwise(), []
+    loaders = CombinedLoader({"a": loader_of("", 29, 4), "b": loader_of("", 33, 4)}, mode)
+    with mock.patch.object(sampling, "rank_zero_info", said.append):
+        trainer_for("fsdp_custom", 2).validate(module, loaders, verbose=False)
+    return module.seen, said
+
+
+@pytest.mark.parametrize(("mode", "number"), [("max_size", 15 + 17), ("min_size", 15 + 16)])
+def test_loaders_that_are_read_together(mode: str, number: int, ranks: Any) -> None:
+    """Ranks need as many of each: the steps of one could not be run with what another one has."""
+    for seen, said in ranks(2).run(seen_together, mode, deadline=60):
+        assert seen == number
+        assert len(said) == 2
+        assert "29 samples are dealt out to 2 ranks, 15 to each: 1 more" in said[0]
 
 
 def test_fewer_samples_than_ranks(ranks: Any) -> None:

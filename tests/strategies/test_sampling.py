@@ -80,7 +80,7 @@ def test_evaluation_reads_no_batch_twice(num_batches: int, num_ranks: int) -> No
     """Where there are fewer batches than ranks, each still has one."""
     batches = [[index] for index in range(num_batches)]
     every = [
-        BatchesOfRank(batches, num_replicas=num_ranks, rank=rank, seed=3, is_same=lambda _: True, repeats=False)
+        BatchesOfRank(batches, num_replicas=num_ranks, rank=rank, seed=3, is_same=lambda _: True, repeats=lambda: False)
         for rank in range(num_ranks)
     ]
     of_ranks = [list(each) for each in every]
