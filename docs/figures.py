@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from drawing import schedules
+from drawing import meshes, placements, plots, schedules, splits
 from drawing.svg import Drawing
 
 FOLDER = Path(__file__).resolve().parent / "figures"
@@ -20,6 +20,23 @@ FIGURES: dict[str, Callable[[], Drawing]] = {
     "schedule_batch_loss": partial(schedules.draw_timeline, "1f1b", joins=True),
     "schedule_activations": schedules.draw_in_flight,
     "schedule_idle": schedules.draw_idle,
+    "mesh_names": meshes.draw_names,
+    "mesh_cube": meshes.draw_cube,
+    "mesh_groups": meshes.draw_groups,
+    "mesh_samples": meshes.draw_samples,
+    "held_by_rank": placements.draw_held,
+    "sharding_units": placements.draw_units,
+    "gathered_in_step": placements.draw_gathered,
+    "tensor_maps": splits.draw_splits,
+    "tensor_branches": splits.draw_branches,
+    "pipeline_stages": splits.draw_stages,
+    "measured_memory_names": plots.draw_memory_of_names,
+    "measured_memory_policies": plots.draw_memory_of_policies,
+    "measured_scaling": plots.draw_scaling,
+    "measured_bytes": plots.draw_sent,
+    "measured_bubble": plots.draw_bubble,
+    "measured_checkpoints": plots.draw_checkpoints,
+    "measured_accumulation": plots.draw_accumulation,
 }
 """Name of a file in `docs/figures/`, without its ending -> what draws it."""
 
