@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from drawing import meshes, placements, plots, schedules, splits
+from drawing import flows, meshes, placements, plots, schedules, sequences, splits, sums
 from drawing.svg import Drawing
 
 FOLDER = Path(__file__).resolve().parent / "figures"
@@ -37,6 +37,16 @@ FIGURES: dict[str, Callable[[], Drawing]] = {
     "measured_bubble": plots.draw_bubble,
     "measured_checkpoints": plots.draw_checkpoints,
     "measured_accumulation": plots.draw_accumulation,
+    "ring_all_reduce": sums.draw_ring_all_reduce,
+    "zero_stages": sums.draw_zero,
+    "unit_in_step": sums.draw_unit,
+    "accumulation_window": sums.draw_window,
+    "ulysses": sequences.draw_ulysses,
+    "ring_attention": sequences.draw_ring_attention,
+    "choosing": flows.draw_choice,
+    "first_step": flows.draw_first_step,
+    "checkpoint_forms": flows.draw_checkpoint_forms,
+    "failing_rank": flows.draw_failure,
 }
 """Name of a file in `docs/figures/`, without its ending -> what draws it."""
 
