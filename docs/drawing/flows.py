@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from drawing.svg import MARGIN, Drawing
-
 from lightning_parallel.strategies.failures import GRACE
 
 QUESTIONS = (
@@ -26,7 +25,7 @@ def draw_choice() -> Drawing:
     """The decision tree of the page about choosing."""
     drawing = Drawing("A decision tree: which strategy name to begin with", "The questions of docs/choosing.md.")
     drawing.text(MARGIN, MARGIN + 14, "Which name to begin with", "title")
-    width, height, y = 270.0, 46.0, 52.0
+    width, height, y = 310.0, 46.0, 52.0
     for number, (question, name, what) in enumerate(QUESTIONS):
         drawing.named_box(MARGIN, y, width, height, question, "yellow")
         drawing.arrow((MARGIN + width, y + height / 2), (MARGIN + width + 60, y + height / 2))
@@ -43,7 +42,12 @@ def draw_choice() -> Drawing:
         drawing.arrow((MARGIN + 370, y + 14), (MARGIN + 400, y + 14))
         drawing.named_box(MARGIN + 400, y, 200, 28, name, "blue")
         y += 36
-    drawing.text(MARGIN, y + 12, "If activations do not fit: recompute=full, or a smaller batch with accumulation.", "small muted")
+    drawing.text(
+        MARGIN,
+        y + 12,
+        "If activations do not fit: recompute=full, or a smaller batch with accumulation.",
+        "small muted",
+    )
     return drawing
 
 
@@ -59,7 +63,10 @@ def draw_first_step() -> Drawing:
     x = MARGIN + 160
     for row, (boxes, color) in enumerate(
         (
-            (("plain copy,\nwhole parameters", "its step,\non this rank", "gradients averaged\nover data ranks"), "blue"),
+            (
+                ("plain copy,\nwhole parameters", "its step,\non this rank", "gradients averaged\nover data ranks"),
+                "blue",
+            ),
             (("the module,\nmade parallel", "the real step", "gradients, reduced\nby the strategy"), "orange"),
         )
     ):
@@ -94,23 +101,24 @@ def draw_checkpoint_forms() -> Drawing:
         drawing.text(x, y - 10, title, "label bold")
         for rank in range(4):
             top = y + rank * 38
-            drawing.named_box(x, top, 110, 30, f"rank {rank}: its shard", "blue")
+            drawing.named_box(x, top, 118, 30, f"shard of rank {rank}", "blue")
             if panel == 0:
-                drawing.arrow((x + 110, top + 15), (x + 160, y + 72))
+                drawing.arrow((x + 118, top + 15), (x + 160, y + 72))
             else:
-                drawing.arrow((x + 110, top + 15), (x + 230, top + 15))
-                drawing.named_box(x + 230, top, 128, 30, f"file of rank {rank}", "green")
+                drawing.arrow((x + 118, top + 15), (x + 230, top + 15))
+                files = f"file of rank {rank}" + (", rest.pt, manifest.json" if rank == 0 else "")
+                drawing.named_box(x + 230, top, 262 if rank == 0 else 128, 30, files, "green")
         if panel == 0:
             drawing.named_box(x + 160, y + 42, 96, 60, "rank 0,\none tensor\nat a time", "yellow")
             drawing.arrow((x + 256, y + 72), (x + 286, y + 72))
             drawing.named_box(x + 286, y + 42, 74, 60, "last.ckpt\none file", "green")
-        else:
-            drawing.named_box(x + 230, y + 152, 128, 30, "rest.pt", "green")
-            drawing.named_box(x + 230, y + 190, 128, 30, "manifest.json", "green")
-            drawing.arrow((x + 55, y + 144), (x + 55, y + 167), (x + 230, y + 167))
-            drawing.arrow((x + 55, y + 167), (x + 55, y + 205), (x + 230, y + 205))
-    drawing.text(MARGIN, 316, "Both: written under a hidden name, brought to the disk, then renamed. Each name and number", "small muted")
-    drawing.text(MARGIN, 332, "of ranks reads both.", "small muted")
+    drawing.text(
+        MARGIN,
+        236,
+        "Both: written under a hidden name, brought to the disk, then renamed. Each name and number",
+        "small muted",
+    )
+    drawing.text(MARGIN, 252, "of ranks reads both.", "small muted")
     return drawing
 
 
@@ -124,8 +132,16 @@ def draw_failure() -> Drawing:
     left, y, height = 80.0, 52.0, 30.0
     rows = (
         (("steps", 150, "blue"), ("ValueError", 100, "red"), ("tells all, ends", 130, "gray")),
-        (("steps", 190, "blue"), (f"waits in a collective, at most {GRACE:.0f} s", 270, "yellow"), ("ends, status 1", 110, "red")),
-        (("steps", 190, "blue"), (f"waits in a collective, at most {GRACE:.0f} s", 270, "yellow"), ("ends, status 1", 110, "red")),
+        (
+            ("steps", 190, "blue"),
+            (f"waits in a collective, at most {GRACE:.0f} s", 270, "yellow"),
+            ("ends, status 1", 110, "red"),
+        ),
+        (
+            ("steps", 190, "blue"),
+            (f"waits in a collective, at most {GRACE:.0f} s", 270, "yellow"),
+            ("ends, status 1", 110, "red"),
+        ),
     )
     for rank, parts in enumerate(rows):
         drawing.text(MARGIN, y + 19, f"rank {rank}", "small muted")
@@ -134,5 +150,10 @@ def draw_failure() -> Drawing:
             drawing.named_box(x, y, width, height, text, color)
             x += width
         y += height + 10
-    drawing.text(MARGIN, y + 14, "The line of the others: rank 0 raised ValueError: ... Rank 1 waits for it in vain, and ends.", "small")
+    drawing.text(
+        MARGIN,
+        y + 14,
+        "The line of the others: rank 0 raised ValueError: ... Rank 1 waits for it in vain, and ends.",
+        "small",
+    )
     return drawing

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from drawing.svg import FILLS, MARGIN, Drawing
 from torch.utils.data import DistributedSampler
 
+from drawing.svg import FILLS, MARGIN, Drawing
 from lightning_parallel import Degrees
 from lightning_parallel.presets import PRESETS
 from lightning_parallel.ranks.degrees import Degree
@@ -154,14 +154,16 @@ def draw_groups() -> Drawing:
             drawing.named_box(left + cell * rank, y, cell, 30, str(rank), color[rank], "label")
         drawing.text(left + cell * 8 + 14, y + 20, use, "small")
         y += 44
-    drawing.text(MARGIN, y + 6, "Neighbours share a machine: the axis that sends most, tensor, is the innermost.", "small")
+    drawing.text(
+        MARGIN, y + 6, "Neighbours share a machine: the axis that sends most, tensor, is the innermost.", "small"
+    )
     return drawing
 
 
 def draw_samples() -> Drawing:
     """The samples of a global batch, dealt out to the ranks of three strategies."""
     drawing = Drawing(
-        "Which rank reads which samples of an unshuffled loader with batch_size=2, under three strategies on four ranks",
+        "The samples that each of four ranks reads of an unshuffled loader with batch_size=2, under three strategies",
         "Places among the readers are those of lightning_parallel.ranks.mesh.data_rank_of.",
     )
     drawing.text(MARGIN, MARGIN + 14, "Samples of the first two steps, batch_size=2, four ranks", "title")

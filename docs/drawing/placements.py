@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from drawing.svg import MARGIN, Drawing
 from torch import nn
 
+from drawing.svg import MARGIN, Drawing
 from lightning_parallel import Degrees
 from lightning_parallel.plan import Plan, build_plan
 from lightning_parallel.policies import Policies
@@ -84,7 +84,9 @@ def held_copies(ranks: int, *, shards_state: bool) -> list[Held]:
 def held_shards(ranks: int) -> list[Held]:
     """Under `fsdp_custom`: shares of the units, and all of what stays whole."""
     (sharding,) = plan_of(ranks).sharding
-    own = sum(sharding.num_bytes) / ranks + sum(4 * p.numel() for n, p in module().named_parameters() if n in sharding.whole)
+    own = sum(sharding.num_bytes) / ranks + sum(
+        4 * p.numel() for n, p in module().named_parameters() if n in sharding.whole
+    )
     return [Held(own, own, 2 * own)] * ranks
 
 
@@ -131,7 +133,7 @@ def draw_held() -> Drawing:
     )
     drawing.text(MARGIN, MARGIN + 14, "What a rank holds behind backward (fp32, AdamW)", "title")
     drawing.text(MARGIN, MARGIN + 34, f"{MODEL}: {all_bytes() / _MEBI:.0f} MiB of parameters", "small muted")
-    left, width, row, y = 240.0, 420.0, 20.0, 74.0
+    left, width, row, y = 264.0, 420.0, 20.0, 74.0
     rows = held_between_steps(ranks)
     scale = width / max(each.total for held in rows.values() for each in held)
     for name, held in rows.items():
@@ -161,14 +163,18 @@ def draw_units() -> Drawing:
     left, cell, row, y = 200.0, 90.0, 24.0, 74.0
     for rank in range(ranks):
         drawing.text(left + cell * (rank + 0.5), y - 10, f"rank {rank}", "small muted", anchor="middle")
-    for unit, num_bytes in sorted(zip(sharding.units, sharding.num_bytes, strict=True), key=lambda u: (u[0] == "", u[0])):
+    for unit, num_bytes in sorted(
+        zip(sharding.units, sharding.num_bytes, strict=True), key=lambda u: (u[0] == "", u[0])
+    ):
         drawing.text(MARGIN, y + 16, unit or "the rest (root)", "label")
         for rank in range(ranks):
             text = f"{num_bytes / ranks / _MEBI:.2f} MiB"
             drawing.named_box(left + cell * rank, y, cell - 4, row - 4, text, "blue" if unit else "teal")
         drawing.text(left + cell * ranks + 10, y + 16, f"whole: {num_bytes / _MEBI:.2f} MiB", "small")
         y += row
-    drawing.text(MARGIN, y + 18, "The root has what is in no layer: embeddings, the last norm, the head.", "small muted")
+    drawing.text(
+        MARGIN, y + 18, "The root has what is in no layer: embeddings, the last norm, the head.", "small muted"
+    )
     return drawing
 
 
@@ -214,7 +220,9 @@ def draw_gathered() -> Drawing:
         steps = gathered(sizes, root, 1 / ranks, reshard)
         scale = height / (1.3 * top)
         drawing.line((left, y + height), (left + cell * len(steps), y + height))
-        drawing.line((left, y + height - top * scale), (left + cell * len(steps), y + height - top * scale), kind="thin")
+        drawing.line(
+            (left, y + height - top * scale), (left + cell * len(steps), y + height - top * scale), kind="thin"
+        )
         drawing.text(left - 6, y + height - top * scale + 4, f"{top / _MEBI:.0f}", "small muted", anchor="end")
         held = steps[0][1]
         for number, (moment, size) in enumerate(steps):
@@ -222,10 +230,17 @@ def draw_gathered() -> Drawing:
             drawing.box(x, y + height - held * scale, cell - 3, held * scale, "blue")
             if size > held:
                 drawing.box(x, y + height - size * scale, cell - 3, (size - held) * scale, "yellow")
-            drawing.text(x + cell / 2 - 1, y + height - size * scale - 4, f"{size / _MEBI:.0f}", "tiny", anchor="middle")
+            drawing.text(
+                x + cell / 2 - 1, y + height - size * scale - 4, f"{size / _MEBI:.0f}", "tiny", anchor="middle"
+            )
             if moment:
                 drawing.text(x + cell / 2 - 1, y + height + 14, moment, "tiny muted", anchor="middle")
         y += height + 44
     drawing.key(left, y, {"blue": "its shards", "yellow": "gathered"})
-    drawing.text(MARGIN, y + 24, f"F1: forward of the first layer, B1: its backward. {top / _MEBI:.0f} MiB: all parameters, whole.", "small muted")
+    drawing.text(
+        MARGIN,
+        y + 24,
+        f"F1: forward of the first layer, B1: its backward. {top / _MEBI:.0f} MiB: all parameters, whole.",
+        "small muted",
+    )
     return drawing

@@ -119,11 +119,18 @@ KINDS = {
 def draw_sent() -> Drawing:
     """Bytes that a rank hands to collectives in a step, by kind."""
     title = "MiB that a rank hands to collectives in a step, two ranks"
-    drawing = Drawing(title, "From docs/benchmarks/bench.json: recipes/byte_lm, 0.5 M parameters, eight samples a rank.")
+    drawing = Drawing(
+        title, "From docs/benchmarks/bench.json: recipes/byte_lm, 0.5 M parameters, eight samples a rank."
+    )
     drawing.text(MARGIN, MARGIN + 14, title, "title")
     cells = [cell for cell in bench_cells() if cell["devices"] == 2 and cell["scaling"] == "weak"]
     gradients = next(cell["collectives"]["all-reduce"][1] for cell in cells if cell["row"] == "loop") / _MEBI
-    drawing.text(MARGIN, MARGIN + 34, f"Counted in docs/benchmarks/bench.json; all gradients are {gradients:.2f} MiB.", "small muted")
+    drawing.text(
+        MARGIN,
+        MARGIN + 34,
+        f"Counted in docs/benchmarks/bench.json; all gradients are {gradients:.2f} MiB.",
+        "small muted",
+    )
     longest = max(sum(size for _, size in cell["collectives"].values()) for cell in cells)
     left, width, y = 190.0, 400.0, 66.0
     for cell in cells:

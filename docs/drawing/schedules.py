@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from drawing.svg import MARGIN, Drawing
-
 from lightning_parallel.techniques.pipeline.execution import Action, training_actions
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
@@ -113,9 +113,7 @@ def in_flight(found: list[Timed], rank: int) -> list[tuple[int, int]]:
 
     An activation is kept from the beginning of its forward to the end of its backward.
     """
-    events = sorted(
-        (each.start, 1, 1) if each.is_forward else (each.end, 0, -1) for each in found if each.rank == rank
-    )
+    events = sorted((each.start, 1, 1) if each.is_forward else (each.end, 0, -1) for each in found if each.rank == rank)
     count, steps = 0, [(0, 0)]
     for time, _, change in events:
         count += change
@@ -149,7 +147,9 @@ def _panel(drawing: Drawing, y: float, schedule: str, ranks: int, microbatches: 
     _, plan = stages(schedule, ranks)
     end = max(each.end for each in found)
     most = ", ".join(map(str, most_in_flight(found, ranks)))
-    head = f"{ranks} ranks, {microbatches} microbatches: {idle_share(found, ranks):.0%} idle; at most {most} activations"
+    head = (
+        f"{ranks} ranks, {microbatches} microbatches: {idle_share(found, ranks):.0%} idle; at most {most} activations"
+    )
     drawing.text(MARGIN, y, head, "label")
     y += 10
     for rank in range(ranks):
@@ -183,7 +183,7 @@ def draw_in_flight() -> Drawing:
             drawing.box(left, top, unit * end, bottom - top, "gray")
             drawing.text(MARGIN, bottom - 4, f"rank {rank}", "small muted")
             steps = [*in_flight(found, rank), (end, 0)]
-            for (time, count), (until, _) in zip(steps, steps[1:], strict=False):
+            for (time, count), (until, _) in itertools.pairwise(steps):
                 if count and until > time:
                     drawing.box(
                         left + unit * time, bottom - height * count, unit * (until - time), height * count, "purple"
@@ -204,7 +204,7 @@ def draw_idle() -> Drawing:
     drawing.text(MARGIN, MARGIN + 14, "Share of a step in which ranks wait (pipeline=4)", "title")
     ranks, counts = 4, (4, 8, 16, 32, 64)
     left, top, width, height = 64.0, 52.0, 420.0, 240.0
-    for tenth in range(0, 6):
+    for tenth in range(6):
         y = top + height * (1 - tenth / 5)
         drawing.line((left, y), (left + width, y), kind="thin")
         drawing.text(left - 8, y + 4, f"{tenth / 10:.0%}", "small muted", anchor="end")

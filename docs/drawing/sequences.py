@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from drawing.svg import MARGIN, Drawing
 
+from drawing.svg import MARGIN, Drawing
 from lightning_parallel.techniques.context.sequences import _folded as folded
 
 RANKS = 4
@@ -65,6 +65,11 @@ def draw_ring_attention() -> Drawing:
     for rank in range(RANKS):
         drawing.text(MARGIN, y + 30 + 28 * rank, f"rank {rank}", "small muted")
     y += 14 + 28 * RANKS + 18
-    drawing.text(MARGIN, y, f"Keys and values are sent {RANKS - 1} times. The two pieces of a rank are as far from the two ends,", "small muted")
+    drawing.text(
+        MARGIN,
+        y,
+        f"Keys and values are sent {RANKS - 1} times. The two pieces of a rank are as far from the two ends,",
+        "small muted",
+    )
     drawing.text(MARGIN, y + 16, "so under a causal mask all ranks have the same work.", "small muted")
     return drawing

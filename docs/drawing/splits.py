@@ -52,7 +52,9 @@ def draw_branches() -> Drawing:
     tensor = plan_of(2, tensor=2).tensor
     assert tensor is not None
     first = tensor.splits[0].layer
-    names = {role: [s.name for s in tensor.splits if s.layer == first and s.role == role] for role in ("colwise", "rowwise")}
+    names = {
+        role: [s.name for s in tensor.splits if s.layer == first and s.role == role] for role in ("colwise", "rowwise")
+    }
     drawing.text(MARGIN, MARGIN + 14, "A layer under tensor=2: what each rank computes, and what they send", "title")
     y = 62.0
     for title, opening, closing, between in (
@@ -63,7 +65,10 @@ def draw_branches() -> Drawing:
         for rank, color in ((0, "blue"), (1, "orange")):
             top, x = y + 16 + rank * 58, MARGIN
             steps: list[tuple[str, str]] = [(f"norm\n{between}", "gray")]
-            for opens, closes in ((["query, key,", "value"], names["rowwise"][0]), ([names["colwise"][-1]], names["rowwise"][1])):
+            for opens, closes in (
+                (["query, key,", "value"], names["rowwise"][0]),
+                ([names["colwise"][-1]], names["rowwise"][1]),
+            ):
                 steps.append(("\n".join(opens) + "\ncolumns", color))
                 steps.append((f"{closes.removeprefix('attention.')}\nrows", color))
                 steps.append((f"residual\n{between}", "gray"))
@@ -116,5 +121,7 @@ def draw_stages() -> Drawing:
             if stage < stages.last:
                 drawing.arrow((x - 21, y + 20), (x - 1, y + 20))
         y += 92
-    drawing.text(MARGIN, y - 8, "M: millions of parameters. Arrows: hidden states forward, their gradients back.", "small muted")
+    drawing.text(
+        MARGIN, y - 8, "M: millions of parameters. Arrows: hidden states forward, their gradients back.", "small muted"
+    )
     return drawing

@@ -74,11 +74,13 @@ def draw_zero() -> Drawing:
         "Parameters, gradients and optimizer state of four ranks under DDP and the three stages of ZeRO",
         "A drawing of the concept, with the names of the package.",
     )
-    drawing.text(MARGIN, MARGIN + 14, "What each of four ranks has of parameters (P), gradients (G), state (O)", "title")
+    drawing.text(
+        MARGIN, MARGIN + 14, "What each of four ranks has of parameters (P), gradients (G), state (O)", "title"
+    )
     cell, height, left, y = 26.0, 44.0, 180.0, 76.0
     column = RANKS * (3 * cell + 12) + 30
     drawing.text(left, y - 16, "between steps", "label bold")
-    drawing.text(left + column, y - 16, "when backward has ended", "label bold")
+    drawing.text(left + column, y - 16, "in a step", "label bold")
     for name, moments in HELD.items():
         drawing.text(MARGIN, y + 20, name, "label")
         drawing.text(MARGIN, y + 36, STAGES[name], "small muted")
@@ -93,21 +95,31 @@ def draw_zero() -> Drawing:
                         drawing.box(place, y + (rank * part if share < 1 else 0), cell - 2, part, color)
                     drawing.text(place + cell / 2 - 1, y + height + 12, "PGO"[kind], "tiny muted", anchor="middle")
         y += height + 32
-    drawing.text(MARGIN, y + 4, "zero2_custom frees whole parameters layer by layer in backward; in forward they stay.", "small muted")
+    notes = (
+        "In a step, zero2_custom has a layer's parameters whole from its forward to its backward, which frees them;",
+        "fsdp_custom has one layer whole at a time, or two while the next one is gathered.",
+    )
+    for number, note in enumerate(notes):
+        drawing.text(MARGIN, y + 4 + 16 * number, note, "small muted")
     return drawing
 
 
 def draw_unit() -> Drawing:
     """One unit of sharding through a step, on two ranks."""
     drawing = Drawing(
-        "A layer under fsdp_custom through a step, on two ranks: gather, forward, free, gather, backward, reduce-scatter",
+        "A layer under fsdp_custom on two ranks: gather, forward, free, gather, backward, reduce-scatter",
         "A drawing of the concept.",
     )
     drawing.text(MARGIN, MARGIN + 14, "A layer through a step under fsdp_custom, two ranks", "title")
     steps = (
-        ("shard\n1/2", "blue"), ("whole\nparameters", "yellow"), ("forward\nown samples", "purple"), ("shard\n1/2", "blue"),
-        ("whole\nparameters", "yellow"), ("backward\nown gradients", "orange"), ("1/2 of the\nmean", "green"),
-    )  # fmt: skip
+        ("shard\n1/2", "blue"),
+        ("whole\nparameters", "yellow"),
+        ("forward\nown samples", "purple"),
+        ("shard\n1/2", "blue"),
+        ("whole\nparameters", "yellow"),
+        ("backward\nown gradients", "orange"),
+        ("1/2 of the\nmean", "green"),
+    )
     between = {0: "all-gather", 2: "free", 3: "all-gather", 5: "reduce-scatter"}
     width, gap, y = 92.0, 30.0, 66.0
     for rank in range(2):

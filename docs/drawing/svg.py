@@ -64,13 +64,17 @@ class Drawing:
     right: float = 0.0
     bottom: float = 0.0
 
-    def box(self, x: float, y: float, width: float, height: float, color: str = "gray", *, dashed: bool = False) -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, color: str = "gray", *, dashed: bool = False
+    ) -> None:
         """Paint a rectangle with a thin edge, dashed if it stands for something that is not there."""
         self._reach(x + width, y + height)
         kind = f"{color} dashed" if dashed else color
         self.shapes.append(f'<rect class="{kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"/>')
 
-    def text(self, x: float, y: float, text: str, kind: str = "label", *, anchor: str = "start", turned: bool = False) -> None:
+    def text(
+        self, x: float, y: float, text: str, kind: str = "label", *, anchor: str = "start", turned: bool = False
+    ) -> None:
         """Write a line.
 
         Args:
@@ -109,7 +113,7 @@ class Drawing:
                 self.text(x + width / 2, first + step * number, text, kind, anchor="middle")
 
     def line(self, *points: tuple[float, float], kind: str = "line") -> None:
-        """Draw a line through points; `kind` is ``"line"``, ``"thin"``, ``"arrow"`` or ``"curve"`` and a color's name."""
+        """Draw a line through points; `kind` is ``"line"``, ``"thin"``, or ``"curve"`` and a color's name."""
         for x, y in points:
             self._reach(x, y)
         path = "M" + " L".join(f"{_n(x)} {_n(y)}" for x, y in points)
@@ -176,7 +180,8 @@ def _style(index: int) -> str:
 
 
 _HEAD = f"""\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {{width}} {{height}}" width="{{width}}" height="{{height}}" role="img">
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {{width}} {{height}}" width="{{width}}" height="{{height}}"
+  role="img">
 <title>{{title}}</title>
 <desc>Made by docs/figures.py. {{about}}</desc>
 <style>
@@ -184,7 +189,8 @@ text {{{{ font-family: "DejaVu Sans", system-ui, -apple-system, "Segoe UI", Robo
 {chr(10).join(f".{name} {{{{ font-size: {size:g}px }}}}" for name, size in SIZES.items())}
 .title, .bold {{{{ font-weight: 600 }}}}
 path {{{{ fill: none; stroke-width: 1.3 }}}} .thin {{{{ stroke-width: 0.6 }}}} .curve {{{{ stroke-width: 2.2 }}}}
-rect {{{{ stroke-width: 0.8 }}}} .paper {{{{ stroke: none }}}} .dashed {{{{ stroke-dasharray: 4 3; fill-opacity: 0.35 }}}}
+rect {{{{ stroke-width: 0.8 }}}}
+.paper {{{{ stroke: none }}}} .dashed {{{{ stroke-dasharray: 4 3; fill-opacity: 0.35 }}}}
 .arrow {{{{ marker-end: url(#head) }}}}
 {_style(0).replace("{", "{{").replace("}", "}}")}
 @media (prefers-color-scheme: dark) {{{{
