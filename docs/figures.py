@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from drawing import flows, meshes, placements, plots, schedules, sequences, splits, sums
+from drawing import flows, meshes, placements, plots, schedules, sequences, sizing, splits, sums
 from drawing.svg import Drawing
 
 FOLDER = Path(__file__).resolve().parent / "figures"
@@ -47,6 +47,7 @@ FIGURES: dict[str, Callable[[], Drawing]] = {
     "first_step": flows.draw_first_step,
     "checkpoint_forms": flows.draw_checkpoint_forms,
     "failing_rank": flows.draw_failure,
+    "sizes": sizing.draw_sizes,
 }
 """Name of a file in `docs/figures/`, without its ending -> what draws it."""
 
