@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from drawing.svg import MARGIN, Drawing
-
 from lightning_parallel import Degrees
 
 BYTES = {"fp32 or mixed": 16, "bf16-true": 8}
@@ -46,5 +45,7 @@ def draw_sizes() -> Drawing:
         y += 30
     entries = {"green": "at most half of 80 GB", "yellow": "at most nine tenths", "red": "more"}
     drawing.key(MARGIN, y, entries)
-    drawing.text(MARGIN, y + 24, "Activations, the layer that is gathered and what libraries take come on top.", "small muted")
+    drawing.text(
+        MARGIN, y + 24, "Activations, the layer that is gathered and what libraries take come on top.", "small muted"
+    )
     return drawing
