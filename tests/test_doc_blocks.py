@@ -199,6 +199,34 @@ def test_benches_can_be_parsed(block: Block, words: list[str]) -> None:
     assert all(word.startswith("--config") or (ROOT / word).is_file() for word in rest)
 
 
+REFUSED = {"hsdp_custom:replicate=3,tensor=2,offload=disk"}
+"""Options of a page that shows how they are refused."""
+
+
+def options_in_texts() -> set[str]:
+    """What follows `--strategy=` in the pages, also outside of commands that run."""
+    found = set()
+    for page in PAGES:
+        for match in re.findall(r"--strategy=(?:'([^']+)'|\"([^\"]+)\"|([\w:=,.\[\]]+))", page.read_text()):
+            found.update(each for each in match if each[:1].islower())
+    return found
+
+
+def test_options_in_texts_are_taken() -> None:
+    found = options_in_texts()
+    assert len(found) > 25
+    for text in found - REFUSED:
+        build_strategy(text)
+
+
+def test_strategies_in_texts_can_be_built() -> None:
+    names = {name: getattr(lightning_parallel, name) for name in lightning_parallel.__all__}
+    calls = {call for block in blocks("text") for call in re.findall(r"^MeshStrategy\(.*\)", block.text, re.MULTILINE)}
+    assert len(calls) >= 8
+    for call in calls:
+        assert isinstance(eval(call, dict(names)), lightning_parallel.MeshStrategy), call
+
+
 # Links --------------------------------------------------------------------------------------------------------------
 
 

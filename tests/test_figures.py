@@ -123,6 +123,16 @@ def test_idle_shares_are_those_of_theory(
     assert share == pytest.approx((ranks - 1) / (per_rank * microbatches + ranks - 1))
 
 
+def test_idle_shares_are_those_of_the_benchmark(script: Any) -> None:
+    """The column of what the order of each schedule implies, which another script has computed."""
+    schedules = of("schedules")
+    rows = of("plots").table_of("pipeline_bubble", "schedule")
+    assert len(rows) == len(schedules.STAGES_PER_RANK)
+    for row in rows:
+        share = schedules.idle_share(schedules.timeline(row["schedule"].strip("`"), 2, 4), 2)
+        assert f"{share:.3f}" == row["ideal"]
+
+
 def test_activations_in_flight(script: Any) -> None:
     schedules = of("schedules")
     assert schedules.most_in_flight(schedules.timeline("1f1b", 4, 8), 4) == [4, 3, 2, 1]

@@ -16,7 +16,9 @@ UNITS = {"F": 1, "B": 2, "I": 2}
 """What is computed -> how long it takes here; `I` is where a V-schedule puts a backward, that of weights included."""
 SIZES = ((2, 4), (4, 8))
 """Ranks of a pipeline, and microbatches of a step, of the two parts of a picture."""
-CELL, ROW, LEFT = 17.0, 22.0, 64.0
+ROW, LEFT = 22.0, 64.0
+CELLS = {1: (17.0, "small"), 2: (13.0, "tiny")}
+"""Stages of a rank -> the width of a unit of time, and the kind of text in it."""
 COLORS = {("F", 0): "blue", ("F", 1): "teal", ("B", 0): "orange", ("B", 1): "yellow"}
 """Forward or backward, and the how manieth stage of the rank -> color."""
 
@@ -145,6 +147,7 @@ def draw_timeline(schedule: str, *, joins: bool = False) -> Drawing:
 def _panel(drawing: Drawing, y: float, schedule: str, ranks: int, microbatches: int, *, joins: bool) -> float:
     found = timeline(schedule, ranks, microbatches, joins=joins)
     _, plan = stages(schedule, ranks)
+    cell, kind = CELLS[STAGES_PER_RANK[schedule]]
     end = max(each.end for each in found)
     most = ", ".join(map(str, most_in_flight(found, ranks)))
     head = (
@@ -154,13 +157,13 @@ def _panel(drawing: Drawing, y: float, schedule: str, ranks: int, microbatches: 
     y += 10
     for rank in range(ranks):
         drawing.text(MARGIN, y + ROW * rank + 15, f"rank {rank}", "small muted")
-        drawing.box(LEFT, y + ROW * rank, CELL * end, ROW, "gray")
+        drawing.box(LEFT, y + ROW * rank, cell * end, ROW, "gray")
     for each in found:
         chunk = plan.stages_of(each.rank).index(each.action.stage)
         color = COLORS["F" if each.is_forward else "B", chunk]
-        x, top = LEFT + CELL * each.start, y + ROW * each.rank
+        x, top = LEFT + cell * each.start, y + ROW * each.rank
         number = str(each.action.microbatch + 1)
-        drawing.named_box(x, top, CELL * (each.end - each.start), ROW, number, color, "small")
+        drawing.named_box(x, top, cell * (each.end - each.start), ROW, number, color, kind)
     return y + ROW * ranks
 
 

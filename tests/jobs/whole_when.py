@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import lightning as L
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +18,7 @@ from tests.parity import trainer_for
 LAYER, ROOT = "model.blocks.0.mlp.0.weight", "model.head.weight"
 HOOKS = (
     "setup", "on_fit_start", "on_train_start", "on_train_batch_start", "on_before_backward",
-    "on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_train_end", "on_fit_end", "teardown",
+    "on_after_backward", "on_before_optimizer_step", "on_train_end", "on_fit_end", "teardown",
 )  # fmt: skip
 Found = dict[str, tuple[str, ...]]
 """Hook -> what the two parameters are there, and the gradient of the first."""
@@ -47,6 +48,12 @@ class Noting(ByteGPT):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.note("training_step")
         return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.note("on_train_batch_end")
+        with torch.no_grad():  # as the page says that one may
+            for parameter in self.parameters():
+                parameter.mul_(0.999)
 
     def configure_optimizers(self) -> Any:
         self.note("configure_optimizers")
