@@ -24,6 +24,7 @@ FIGURES: dict[str, Callable[[], Drawing]] = {
     "mesh_cube": meshes.draw_cube,
     "mesh_groups": meshes.draw_groups,
     "mesh_samples": meshes.draw_samples,
+    "mesh_hybrid": meshes.draw_hybrid,
     "held_by_rank": placements.draw_held,
     "sharding_units": placements.draw_units,
     "gathered_in_step": placements.draw_gathered,

@@ -54,6 +54,13 @@ def test_figures_are_svg_with_a_title(drawings: dict[str, Any]) -> None:
         assert title.text, name
 
 
+def test_curves_are_not_filled(drawings: dict[str, Any]) -> None:
+    """A curve has the class of its color, which fills boxes; only a narrower selector takes that back."""
+    svg = drawings["schedule_idle"].svg()
+    assert 'class="curve ' in svg
+    assert "path.curve { fill: none }" in svg
+
+
 def test_texts_stay_on_the_canvas(drawings: dict[str, Any]) -> None:
     for name, drawing in drawings.items():
         width, height = drawing.size

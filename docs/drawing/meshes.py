@@ -186,3 +186,30 @@ def draw_samples() -> Drawing:
             y += 22
         y += 26
     return drawing
+
+
+def draw_hybrid() -> Drawing:
+    """Shards and copies under `hsdp_custom` on two machines."""
+    degrees = degrees_of("hsdp_custom", *MACHINES[1])
+    assert degrees is not None
+    drawing = Drawing(
+        f"hsdp_custom on two machines of four ranks: {in_words(degrees)}",
+        "Degrees are those that the name sets; places are those of the mesh.",
+    )
+    drawing.text(MARGIN, MARGIN + 14, f"hsdp_custom on two machines of four ranks: {in_words(degrees)}", "title")
+    cell, gap, y = 92.0, 12.0, 76.0
+    for rank in range(8):
+        at = coordinates(rank, degrees)
+        x, top = MARGIN + 96 + at["shard"] * (cell + gap), y + at["replicate"] * 112
+        drawing.named_box(x, top, cell, 40, f"rank {rank}\nshard {at['shard']}", FILLS[at["shard"]])
+        if at["shard"] == 0:
+            drawing.text(MARGIN, top + 24, f"machine {at['replicate']}", "label")
+            end = MARGIN + 96 + 4 * cell + 3 * gap
+            drawing.text(end + 12, top + 18, "parameters are gathered,", "small")
+            drawing.text(end + 12, top + 32, "gradients reduce-scattered", "small")
+        if at["replicate"] == 0:
+            drawing.arrow((x + cell / 2 - 8, top + 42), (x + cell / 2 - 8, top + 108))
+            drawing.arrow((x + cell / 2 + 8, top + 108), (x + cell / 2 + 8, top + 42))
+    text = "Arrows: the gradient of each shard is all-reduced between its copies, a quarter of all gradients for each rank."
+    drawing.text(MARGIN, y + 180, text, "small muted")
+    return drawing

@@ -188,7 +188,8 @@ _HEAD = f"""\
 text {{{{ font-family: "DejaVu Sans", system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif }}}}
 {chr(10).join(f".{name} {{{{ font-size: {size:g}px }}}}" for name, size in SIZES.items())}
 .title, .bold {{{{ font-weight: 600 }}}}
-path {{{{ fill: none; stroke-width: 1.3 }}}} .thin {{{{ stroke-width: 0.6 }}}} .curve {{{{ stroke-width: 2.2 }}}}
+path {{{{ stroke-width: 1.3 }}}} path.thin {{{{ stroke-width: 0.6 }}}} path.curve {{{{ stroke-width: 2.2 }}}}
+path, path.curve {{{{ fill: none }}}}
 rect {{{{ stroke-width: 0.8 }}}}
 .paper {{{{ stroke: none }}}} .dashed {{{{ stroke-dasharray: 4 3; fill-opacity: 0.35 }}}}
 .arrow {{{{ marker-end: url(#head) }}}}
