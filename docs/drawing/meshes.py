@@ -210,6 +210,6 @@ def draw_hybrid() -> Drawing:
         if at["replicate"] == 0:
             drawing.arrow((x + cell / 2 - 8, top + 42), (x + cell / 2 - 8, top + 108))
             drawing.arrow((x + cell / 2 + 8, top + 108), (x + cell / 2 + 8, top + 42))
-    text = "Arrows: the gradient of each shard is all-reduced between its copies, a quarter of all gradients for each rank."
+    text = "Arrows: the gradient of each shard, a quarter of all gradients here, is all-reduced between its copies."
     drawing.text(MARGIN, y + 180, text, "small muted")
     return drawing

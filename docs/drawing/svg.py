@@ -143,7 +143,9 @@ class Drawing:
     def svg(self) -> str:
         """The file's contents."""
         width, height = self.size
-        head = _HEAD.format(width=_n(width), height=_n(height), title=html.escape(self.title), about=self.about)
+        head = _HEAD.format(
+            width=_n(width), height=_n(height), title=html.escape(self.title), about=html.escape(self.about)
+        )
         paper = f'<rect class="paper" width="{_n(width)}" height="{_n(height)}" rx="8"/>'
         return "\n".join([head, paper, *self.shapes, "</svg>", ""])
 
