@@ -251,3 +251,19 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not other.exists() or (anchor and anchor not in anchors(other)):
             missing.append(target)
     assert missing == []
+
+
+def test_the_korean_quick_start_is_that_of_the_english_one() -> None:
+    """The same code but for comments, the same figures in its table, the same headings."""
+
+    def outline(page: str) -> tuple[list[str], int, list[str]]:
+        text = (ROOT / "docs" / page).read_text()
+        code = [
+            re.sub(r"\s*#.*", "", each.text) for each in blocks("bash", "python", "yaml") if each.page == f"docs/{page}"
+        ]
+        rows = [re.findall(r"\d+(?:\.\d+)?", line) for line in text.splitlines() if line.startswith("| `")]
+        figures = [each for row in rows for each in row[-2:]]
+        return code, len(re.findall(r"^#+ ", text, flags=re.MULTILINE)), figures
+
+    english, korean = outline("quick_start.md"), outline("ko/quick_start.md")
+    assert korean == english
