@@ -216,6 +216,7 @@ def gather_around(holder: Any, method: str, unit: nn.Module, *, takes_batch: boo
         unit: The sharded unit.
         takes_batch: Whether it is given what Lightning has moved. torch would move what was left on the host, too.
     """
+    module = unit
     assert isinstance(unit, FSDPModule)
     original = getattr(holder, method)
     state = unit._get_fsdp_state()
@@ -236,7 +237,7 @@ def gather_around(holder: Any, method: str, unit: nn.Module, *, takes_batch: boo
         result = state._post_forward(unit, args, result)
         if state._is_root and not takes_batch:
             # It is no step, after which torch leaves some units as they are: hooks look at shards.
-            for inner in unit.modules():
+            for inner in module.modules():
                 if isinstance(inner, FSDPModule):
                     inner.reshard()
         if changed:

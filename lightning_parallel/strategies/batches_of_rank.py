@@ -51,7 +51,7 @@ class BatchesOfRank:
 
     @property
     def repeated(self) -> int:
-        """How many batches are read twice."""
+        """The number of batches that are read twice."""
         number: int = len(self.batch_sampler)  # type: ignore[arg-type]
         return -number % self.num_replicas if self.repeats or number < self.num_replicas else 0
 

@@ -38,7 +38,7 @@ class SamplesOfRank(Sampler[Any]):
         self._once.total_size = number - number % even.num_replicas if drop_last else number
         self._once.num_samples = len(range(even.rank, self._once.total_size, even.num_replicas))
         self.num_replicas = even.num_replicas
-        """How many ranks read different samples."""
+        """The number of ranks that read different samples."""
 
     @property
     def _now(self) -> DistributedSampler[Any]:

@@ -69,7 +69,7 @@ class SampleDealer:
         return _torch.loaders.with_batches(loader, of_rank, of_rank)
 
     def _repeats(self) -> Callable[[], bool]:
-        """What says whether every rank has to have as many: not where it evaluates, one loader after the other.
+        """Answers whether every rank has to have as many: not where it evaluates, one loader after the other.
 
         Loaders that are read together give a batch of each, and ``None`` for those that have come to an end. Ranks
         would not have the same, and could not run each other's steps.
