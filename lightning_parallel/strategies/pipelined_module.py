@@ -77,7 +77,8 @@ class PipelinedModule:
         self._rank = self._cut.group.rank()
         self._looked_at: set[str] = set()
         self._choice = LossChoice(module, self._cut, self._all_ranks, device, steps)
-        self._counts = MicrobatchCounts(self._cut.plan.policy, self._cut.plan.stages.num_ranks)
+        plan, same_stage = self._cut.plan, parallelized.mesh.stage_host_group
+        self._counts = MicrobatchCounts(plan.policy, plan.stages.num_ranks, same_stage)
         self._num_evaluated = 0
         self._own: dict[str, Any] = {}
         self._cut_steps: dict[str, CutStep] = {}

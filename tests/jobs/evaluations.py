@@ -88,12 +88,19 @@ def loader_of(kind: str, num_samples: int, batch_size: int) -> DataLoader[Any]:
 
 
 def evaluated(
-    strategy: str, num_ranks: int, kind: str, num_samples: int, *, entry: str = "validate", gathers: str = ""
+    strategy: str,
+    num_ranks: int,
+    kind: str,
+    num_samples: int,
+    *,
+    entry: str = "validate",
+    gathers: str = "",
+    readers: int = 0,
 ) -> tuple[dict[str, float], list[float], list[float], list[str]]:
     """Logged values, values of samples in a metric, gathered ones, and warnings."""
     L.seed_everything(3, verbose=False)
     module = Evaluated(gathers)
-    readers = num_readers(strategy, num_ranks) if num_ranks > 1 else 1
+    readers = readers or (num_readers(strategy, num_ranks) if num_ranks > 1 else 1)
     trainer = trainer_for(strategy, num_ranks, max_epochs=1, num_sanity_val_steps=2)
     loader = loader_of(kind, num_samples, GLOBAL // readers)
     with warnings.catch_warnings(record=True) as told:

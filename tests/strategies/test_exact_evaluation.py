@@ -41,6 +41,15 @@ def test_each_sample_counts_once(name: str, entry: str, num_samples: int, ranks:
         assert_equal(found, expected, fits=entry == "fit")
 
 
+@pytest.mark.parametrize("num_samples", [29, 33, 35])
+@pytest.mark.parametrize("name", ["fsdp_custom:pipeline=2", "fsdp_tp_custom"])
+def test_products(name: str, num_samples: int, ranks: Any) -> None:
+    """Under a pipeline, batches of 4 and of 1 sample are cut into as many microbatches: each is a gather."""
+    expected = one_process("", num_samples, "validate")
+    for found in ranks(4).run(evaluated, name, 4, "", num_samples, readers=2, deadline=90):
+        assert_equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("kind", "num_samples"),
     [

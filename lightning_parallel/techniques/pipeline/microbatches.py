@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.ranks.lock_step import said_by_all
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
 IGNORED = -100
@@ -23,10 +25,11 @@ class MicrobatchCounts:
     Args:
         policy: The rules.
         num_ranks: Ranks that share the stack.
+        same_stage: Ranks that hold the same layers, for host memory. They gather parameters for each microbatch.
     """
 
-    def __init__(self, policy: PipelinePolicy, num_ranks: int) -> None:
-        self._policy, self._num_ranks = policy, num_ranks
+    def __init__(self, policy: PipelinePolicy, num_ranks: int, same_stage: ProcessGroup) -> None:
+        self._policy, self._num_ranks, self._same_stage = policy, num_ranks, same_stage
         self._usual_size = 0
 
     def in_training(self, size: int) -> int:
@@ -43,8 +46,14 @@ class MicrobatchCounts:
         return self._policy.training_microbatches(size, self._num_ranks)
 
     def in_evaluation(self, size: int) -> int:
-        """Count the microbatches of a batch of `size` samples without backward."""
-        return self._policy.any_microbatches(size, self._num_ranks)
+        """Count the microbatches of a batch of `size` samples without backward. A collective of the same stage.
+
+        The last batches of ranks may have different numbers of samples; one microbatch fits all of them.
+        """
+        count = self._policy.any_microbatches(size, self._num_ranks)
+        if self._same_stage.size() > 1 and len(set(said_by_all(count, self._same_stage))) > 1:
+            return 1
+        return count
 
 
 def batch_size_of(batch: Any) -> int:
