@@ -114,6 +114,11 @@ def _advice(standings: Sequence[Standing]) -> str:
             "A rank waits for its data: look at what its dataset reads at that line (a file system, a download, a "
             "lock), at its workers, and try num_workers=0, with which the stack shows where."
         )
+    if any(not place.collective for place in places):
+        return (
+            "A rank waits for no other: look at what it does at that line (it waits for a file, a lock, a download, a "
+            "process). What only some ranks do has to take less than hang_timeout, or is better done before the run."
+        )
     if any(saving) and not all(saving):
         return (
             "A checkpoint needs all ranks: call trainer.save_checkpoint on all of them, outside of conditions such as "

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 from lightning_parallel import _lightning, _torch
 from lightning_parallel.strategies.failures import FailureWatch
 from lightning_parallel.strategies.hang_words import Standing, hang_words, is_hang, slow_words
+from lightning_parallel.strategies.processor_time import processor_seconds
 from lightning_parallel.strategies.rank_places import PREPARES, SAVES, Place, place_of, progress_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 LONGER = 6
-"""Times as long may a rank be still that starts, saves or loads: 30 minutes where others may be for 5."""
+"""Times as long may a rank be still before its first batch: 30 minutes, and not 5. A save takes as long as it takes."""
 _PATIENCE = 1.5
 """Times the limit after which a rank that waits for one that computes is told so."""
 _POLL = 5.0
@@ -66,7 +67,7 @@ class HangWatch:
         self._last: Place | None = None
         self._progress: list[int] = []
         self._unmoved = self._still = self._passed = self._used = 0.0
-        self._then, self._is_idle = time.monotonic(), False
+        self._then = time.monotonic()
         self._silent: dict[int, float] = {}
         self._num_asked, self._next = 0, 0.0
         self._answered = ""
@@ -99,31 +100,31 @@ class HangWatch:
                     self._ask(standing)
 
     def _count(self) -> None:
-        """Count the seconds for which no batch has passed, and note whether this process has computed meanwhile."""
-        now, used, trainer = time.monotonic(), time.process_time(), _lightning.attached_trainer(self._module)
+        """Count the seconds for which no batch has passed."""
+        now, trainer = time.monotonic(), _lightning.attached_trainer(self._module)
         progress = [] if trainer is None else progress_of(trainer)
         # A machine that was suspended has stood still for no time.
         self._passed = min(now - self._then, 2 * self._poll)
         self._unmoved = self._unmoved + self._passed if progress == self._progress else 0.0
-        self._is_idle = used - self._used < _BUSY * (now - self._then)
-        self._progress, self._then, self._used = progress, now, used
+        self._progress, self._then = progress, now
 
     def _look(self) -> Standing:
         """Where this rank is, and whether it has been there for too long without computing anything."""
         place, last = place_of(self._module, self._main, self._begun), self._last
+        used, before = processor_seconds(), self._used
         is_same = last is not None and (place.progress, place.collective) == (last.progress, last.collective)
-        is_still = is_same and (self._is_idle or bool(place.collective))
+        is_still = is_same and (bool(place.collective) or used - before < _BUSY * self._passed)
         self._still = self._still + self._passed if is_still else 0.0
-        self._last = place
+        self._last, self._used = place, used
         is_stuck = self._unmoved >= self._allowed(place) and self._still >= self._limit / 2 - self._poll
         return Standing(place, round(self._unmoved, 1), is_stuck)
 
     def _allowed(self, place: Place) -> float:
         if place.collective:
             return self._limit
-        if place.doing == PREPARES:
+        if place.doing in (PREPARES, SAVES):
             return math.inf
-        return self._limit * (LONGER if place.doing == SAVES or not place.has_begun else 1)
+        return self._limit * (1 if place.has_begun else LONGER)
 
     def _answer(self, standing: Standing | None) -> None:
         if not self._store.check([self._name("asked")]):
