@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import math
-import multiprocessing
-import sys
 import threading
 import time
-from os import _exit as end_at_once
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_parallel import _lightning, _torch
 from lightning_parallel.strategies.failures import FailureWatch
+from lightning_parallel.strategies.hang_endings import end_together, name_of, write
 from lightning_parallel.strategies.hang_words import Standing, hang_words, is_hang, slow_words
 from lightning_parallel.strategies.processor_time import processor_seconds
 from lightning_parallel.strategies.rank_places import PREPARES, SAVES, Place, place_of, progress_of
@@ -31,11 +28,8 @@ _POLL = 5.0
 _SHORTEST = 0.2
 _BUSY = 0.1
 """Share of a processor from which on a process computes; threads of a few groups take a hundredth."""
-_WRITING = 5.0
-"""Seconds that ranks have for writing their stacks."""
 _SOON = 0.05
-_TOGETHER = 0.5
-"""Seconds after the message in which all ranks get ready to end at the same time."""
+_JOIN = 5.0
 _VERDICT = "!"
 
 
@@ -82,12 +76,12 @@ class HangWatch:
     def stop(self) -> None:
         """Watch no more, and let the others know that this rank is done."""
         self._is_over.set()
-        self._thread.join(_WRITING)
+        self._thread.join(_JOIN)
         with contextlib.suppress(RuntimeError):  # rank 0 may be done, and the store gone
             self._store.set(self._name("left", self._rank), "")
 
     def _name(self, *parts: object) -> str:
-        return "/".join(map(str, (self._key, *parts)))
+        return name_of(self._key, *parts)
 
     def _watch(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store may end with rank 0
@@ -131,7 +125,8 @@ class HangWatch:
             return
         asked = self._store.get(self._name("asked")).decode()
         if asked.startswith(_VERDICT):
-            self._end(**json.loads(asked[1:]))
+            end = json.loads(asked[1:])
+            end_together(self._store, self._key, self._rank, end["ranks"], end["words"], self._folder)
         elif asked not in ("", self._answered):
             self._answered = asked
             self._store.set(self._name(asked, self._rank), json.dumps(standing or self._look()))
@@ -173,64 +168,10 @@ class HangWatch:
 
     def _warn(self, kind: str, words: str) -> None:
         if kind and self._store.add(self._name("warned", kind), 1) == 1:
-            _write(f"lightning_parallel: {words}")
+            write(f"lightning_parallel: {words}")
 
     @property
     def _folder(self) -> Path:
         trainer = _lightning.attached_trainer(self._module)
         given = "." if trainer is None else str(trainer.default_root_dir)
         return Path("." if "://" in given else given).absolute()
-
-    def _end(self, words: str, ranks: list[int]) -> None:
-        """Write the stacks of this process and end it; the first rank that can prints why.
-
-        Args:
-            words: Why.
-            ranks: Those that do this.
-        """
-        own, told, at = self._write_stacks(), self._name("told"), 0.0
-        with contextlib.suppress(RuntimeError):  # the store is gone where rank 0 is, and has told
-            self._store.set(self._name("written", self._rank), "")
-            if self._rank == ranks[0]:
-                self._wait_for([self._name("written", rank) for rank in ranks])
-                sys.stdout.flush()
-                _write(f"lightning_parallel: {words}{own}")
-                self._store.set(told, str(time.time() + _TOGETHER))
-            if self._wait_for([told]):
-                at = float(self._store.get(told))
-        if len(ranks) < self._size:
-            _lightning.signals.end_children()
-        _lightning.signals.leave_children()
-        for child in multiprocessing.active_children():
-            if child.daemon:  # workers of loaders; they may be what is stuck
-                child.kill()
-        # All at once: where another process is gone, gloo would throw what nobody catches.
-        time.sleep(max(0.0, min(_TOGETHER, at - time.time())))
-        end_at_once(1)  # nothing else ends a thread that waits in a collective
-
-    def _wait_for(self, names: list[str]) -> bool:
-        """Whether these entries are there soon."""
-        end = time.monotonic() + 2 * self._poll + _WRITING
-        while not self._store.check(names):
-            if time.monotonic() > end:
-                return False
-            time.sleep(_SOON)
-        return True
-
-    def _write_stacks(self) -> str:
-        """Write the stacks of all threads; what is to be said about that, "" if it was possible."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / f"hang_rank{self._rank}.txt").open("w") as file:
-                for each in _torch.flight_recorder.pending():
-                    file.write(f"waits for {each}\n")
-                file.flush()
-                faulthandler.dump_traceback(file)
-        except OSError as error:
-            return f" They could not be written: {error}"
-        return ""
-
-
-def _write(words: str) -> None:
-    sys.stderr.write(f"\n{words}\n")
-    sys.stderr.flush()

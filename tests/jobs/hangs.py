@@ -120,7 +120,7 @@ def slow(case: str, strategy: str, limit: float = LIMIT) -> Ending:
     """A fit that is slow and sound."""
     L.seed_everything(3, verbose=False)
     trainer, module, said = trainer_for(f"{strategy}:hang_timeout={limit}", 2), Hangs(case), []
-    with mock.patch.object(hangs, "_write", said.append):
+    with mock.patch.object(hangs, "write", said.append):
         trainer.fit(module, loader(num_readers(strategy, 2), 5))
     watching = [thread for thread in threading.enumerate() if thread.name == "rank-hangs"]
     return Ending(trainer.global_step, said, module.num_copied, len(watching))
