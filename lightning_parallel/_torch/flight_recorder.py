@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch._C import _distributed_c10d as c10d
 
 _DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")
-"""Of NCCL, since 2.3, where torch was built with it; of gloo and others, since 2.8."""
+"""Of NCCL, since 2.3, where torch was built with it; of gloo and others, seen in 2.13 and 2.15."""
 
 
 class Pending(NamedTuple):

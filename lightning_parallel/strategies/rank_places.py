@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from sys import _current_frames as frames_of_threads
 from types import FrameType
@@ -75,7 +76,8 @@ class Place(NamedTuple):
         hook = f" in {self.hook}" if self.hook else ""
         layer = f" in {self.layer}" if self.layer else ""
         line = f", at {self.line}" if self.line else ""
-        return f"{self.batch}:{hook or ' outside of hooks'}{layer}{', ' + self.doing if self.doing else ''}{line}"
+        doing = f", {self.doing}" if self.doing and self.hook != "backward" else ""
+        return f"{self.batch}:{hook or ' outside of hooks'}{layer}{doing}{line}"
 
 
 def place_of(module: LightningModule, thread: int, begun: set[tuple[str, int]]) -> Place:
@@ -92,7 +94,7 @@ def place_of(module: LightningModule, thread: int, begun: set[tuple[str, int]]) 
     collective = _in_words(waiting[0]) if waiting else ""
     for frame in _frames(thread):
         name, owner = frame.f_code.co_name, str(frame.f_globals.get("__name__", ""))
-        if owner.partition(".")[0] in _DEBUGGERS:
+        if _top(frame) in _DEBUGGERS:
             place = place._replace(is_debugged=True)
         if name in _WAITS and owner.startswith(_WAITS[name][0]) and not collective:
             collective = _WAITS[name][1]
@@ -102,8 +104,8 @@ def place_of(module: LightningModule, thread: int, begun: set[tuple[str, int]]) 
             place = place._replace(hook=str(frame.f_locals.get("hook_name", "")))
         if not place.layer and name == "_call_impl" and owner == "torch.nn.modules.module":
             place = place._replace(layer=_path_of(frame.f_locals.get("self"), module))
-    innermost = next(_frames(thread), None)
-    return place._replace(collective=collective, line="" if innermost is None else line_of_user(innermost))
+    called = next((frame for frame in _frames(thread) if _top(frame) not in sys.stdlib_module_names), None)
+    return place._replace(collective=collective, line="" if called is None else line_of_user(called))
 
 
 def _in_words(pending: _torch.flight_recorder.Pending) -> str:
@@ -118,6 +120,10 @@ def _frames(thread: int) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def _top(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _path_of(layer: object, module: nn.Module) -> str:
