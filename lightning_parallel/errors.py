@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterable, Sequence
+from types import FrameType
 
 _FRAMEWORKS = ("lightning_parallel", "lightning", "lightning_fabric", "torch", "torchmetrics")
 _AT_WORK = ("torch.optim", "torch.amp")
@@ -91,13 +92,16 @@ def check(violations: Iterable[str]) -> None:
         raise ConfigurationError(found)
 
 
-def line_of_user() -> str:
+def line_of_user(frame: FrameType | None = None) -> str:
     """Where the user's code stands, such as ``train.py:30``: the innermost call from outside of frameworks.
+
+    Args:
+        frame: The innermost call to look at, maybe of another thread; by default this one.
 
     Returns:
         File and line; "" if no such code is on the stack.
     """
-    frame = inspect.currentframe()
+    frame = frame or inspect.currentframe()
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if name.partition(".")[0] not in _LIBRARIES:

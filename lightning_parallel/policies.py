@@ -74,6 +74,15 @@ class Policies:
     shows_gradients: bool = False
     optimizer_in_backward: bool = False
 
+    def with_updates(self, accumulation_sync: str, *, in_backward: bool) -> Policies:
+        """These rules, and those by which gradients are reduced and used.
+
+        Args:
+            accumulation_sync: As the attribute.
+            in_backward: As `optimizer_in_backward`.
+        """
+        return replace(self, accumulation_sync=accumulation_sync, optimizer_in_backward=in_backward)
+
     def with_gradients_shown(self) -> Policies:
         """Rules under which a hook finds, behind each backward, the gradients that one process would have."""
         sync = "every" if self.accumulation_sync == "auto" else self.accumulation_sync

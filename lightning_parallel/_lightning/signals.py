@@ -71,3 +71,14 @@ def leave_children() -> None:
     for thread in threading.enumerate():
         if isinstance(thread, _ChildProcessObserver):
             thread._child_processes = []
+
+
+def end_children() -> None:
+    """End the other ranks that this process has started on this machine.
+
+    `_ChildProcessObserver._child_processes`, as in `leave_children`.
+    """
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver):
+            for child in thread._child_processes:
+                child.kill()

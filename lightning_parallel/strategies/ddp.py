@@ -56,6 +56,7 @@ class DDPStrategy(LockStepStrategy):
             ``"auto"`` is here, because gradients are whole anyway), or in ``"every"`` one.
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a missing rank; seconds or a timedelta.
+        hang_timeout: After how long ranks that wait for each other in vain are ended, and told where; 0 is never.
         check: When the first step is compared with one process: ``"auto"`` if a copy fits, ``"first_step"``, ``"off"``.
         start_method: How ranks are started: ``"popen"`` runs the script again for each; ``"fork"`` serves notebooks,
             ``"spawn"`` and ``"forkserver"`` functions that can be pickled.
@@ -86,6 +87,7 @@ class DDPStrategy(LockStepStrategy):
         accumulation_sync: str = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | float = default_pg_timeout,
+        hang_timeout: timedelta | float | None = 300.0,
         check: str = "auto",
         start_method: str = "popen",
         checkpoint: str = "auto",
@@ -98,7 +100,7 @@ class DDPStrategy(LockStepStrategy):
             offload=offload,
             accumulation_sync=accumulation_sync,
         )
-        ranks = RankOptions(process_group_backend, timeout, start_method)
+        ranks = RankOptions(process_group_backend, timeout, start_method, hang_timeout)
         super().__init__(policies, ranks, check=check, saving=Saving(on_save_error, stop_status, checkpoint))
         self._comm_hook = comm_hook
         self._powersgd_rank = powersgd_rank

@@ -28,11 +28,26 @@ class RankOptions:
         backend: Of the process group: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a rank that is missing; seconds or a timedelta.
         start_method: ``"popen"``, or a method of `multiprocessing`.
+        hang_timeout: How long all may wait for ranks that do not move before the run is ended; 0 or ``None``: for ever.
     """
 
     backend: str | None
     timeout: timedelta | float
     start_method: str
+    hang_timeout: timedelta | float | None
+
+    @property
+    def hang_seconds(self) -> float:
+        """Seconds of `hang_timeout`; 0 if nobody is to watch."""
+        given = self.hang_timeout or 0.0
+        return given.total_seconds() if isinstance(given, timedelta) else given
+
+    @property
+    def violations(self) -> list[str]:
+        """The reasons why values are none, in words."""
+        if self.hang_seconds >= 0:
+            return []
+        return [f"hang_timeout={self.hang_timeout} is no time; give seconds above 0, or 0 to wait for ever"]
 
 
 def start_violations(start_method: str, *, num_ranks: int, strategy: PlannedStrategy) -> list[str]:

@@ -74,6 +74,7 @@ class MeshStrategy(MeshedStrategy):
         precision_policy: Dtypes of gathering and reducing, in place of those that belong to `Trainer(precision=...)`.
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a missing rank; seconds or a timedelta.
+        hang_timeout: After how long ranks that wait for each other in vain are ended, and told where; 0 is never.
         check: When the first step is compared with one process: ``"auto"`` (what fits), ``"first_step"``, ``"off"``.
         start_method: ``"popen"`` runs the script for each rank, ``"fork"`` serves notebooks; ``"spawn"`` and others.
         checkpoint: ``"whole"`` (a file), ``"sharded"`` (a folder), ``"auto"``; ``"async"``, ``"async-whole"``...
@@ -115,6 +116,7 @@ class MeshStrategy(MeshedStrategy):
         precision_policy: DtypePolicy | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float = default_pg_timeout,
+        hang_timeout: timedelta | float | None = 300.0,
         check: str = "auto",
         start_method: str = "popen",
         checkpoint: str = "auto",
@@ -131,11 +133,9 @@ class MeshStrategy(MeshedStrategy):
             sequence=sequence,
             context_attention=context_attention,
             pipeline=PipelinePolicy(schedule, microbatches, stages, virtual_stages, loss),
-            accumulation_sync=accumulation_sync,
-            optimizer_in_backward=optimizer_in_backward,
-        )
+        ).with_updates(accumulation_sync, in_backward=optimizer_in_backward)
         degrees = Degrees(replicate=replicate, shard=shard, context=context, tensor=tensor, pipeline=pipeline)
-        ranks = RankOptions(process_group_backend, timeout, start_method)
+        ranks = RankOptions(process_group_backend, timeout, start_method, hang_timeout)
         super().__init__(policies, degrees, ranks, check=check, saving=Saving(on_save_error, stop_status, checkpoint))
 
     defers_init = True

@@ -41,7 +41,7 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
         super().__init__(policies, check=check, saving=saving)
         self._process_group_backend, timeout = ranks.backend, ranks.timeout
         self._timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        self._start_method = ranks.start_method
+        self._start_method, self._ranks = ranks.start_method, ranks
         self._dealer: SampleDealer | None = None
 
     @override
@@ -49,6 +49,7 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
         num_ranks = self.num_nodes * self.num_processes
         return [
             *super().set_up_violations(),
+            *self._ranks.violations,
             *device_violations(
                 num_ranks=num_ranks,
                 num_nodes=self.num_nodes,
@@ -128,6 +129,7 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
             device_id=self.root_device if self._device_type != "cpu" else None,
         )
         self._failures.start(self)
+        self.watch_hangs(self._ranks.hang_seconds)
 
     def chosen_backend(self) -> str:
         """The backend given, or the one that fits the device."""

@@ -1,4 +1,4 @@
-"""Strategies whose ranks end together: after a signal behind the same step, after an error of one of them soon."""
+"""Strategies whose ranks end together: after a signal behind the same step, after an error or a hang soon."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_parallel import _lightning, _torch
 from lightning_parallel.strategies.exception_saves import ExceptionSaves
+from lightning_parallel.strategies.hangs import HangWatch
 from lightning_parallel.strategies.saving_strategy import SavingStrategy
 from lightning_parallel.strategies.stops import RunSignals, StopAgreement, save_last
 
@@ -23,6 +24,16 @@ class SignalledStrategy(SavingStrategy):
     _stops: StopAgreement | None = None
     _stopping: Trainer | None = None
     _exception_saves: ExceptionSaves | None = None
+    _hangs: HangWatch | None = None
+
+    def watch_hangs(self, limit: float) -> None:
+        """End ranks from now on that wait for each other for longer than that.
+
+        Args:
+            limit: Seconds; 0 to watch nobody.
+        """
+        if limit and self.world_size > 1:
+            self._hangs = HangWatch(self.module, self._failures, self.global_rank, self.world_size, limit=limit)
 
     def take_signals(self, trainer: Trainer) -> None:
         """Heed signals to the run of `trainer` from now on: a fit all ranks leave behind the same step. A collective.
@@ -60,6 +71,9 @@ class SignalledStrategy(SavingStrategy):
 
     def end_watching(self) -> None:
         """Heed no more signals, and watch the other ranks no more."""
+        if self._hangs is not None:
+            self._hangs.stop()
+            self._hangs = None
         if self._exception_saves is not None:
             self._exception_saves.close()
             self._exception_saves = None
