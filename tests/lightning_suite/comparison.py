@@ -36,16 +36,17 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Suite:
-    """The tests to run, and those that may fail."""
+    """The tests to run, in one process or on ranks that they start, and those that may fail."""
 
     paths: Sequence[str]
+    of_ranks: Sequence[str]
     accepted: Sequence[Accepted]
 
     @classmethod
     def read(cls) -> Suite:
         """The suite as ``suite.toml`` has it."""
         given = tomllib.loads(Path(__file__).with_name("suite.toml").read_text())
-        return cls(given["paths"], [Accepted(**each) for each in given.get("accepted", ())])
+        return cls(given["paths"], given["of_ranks"], [Accepted(**each) for each in given.get("accepted", ())])
 
 
 @dataclass(frozen=True)
