@@ -57,7 +57,7 @@ def run(
         if kind != RUNNING:
             break
         errors = file.with_suffix(".errors")
-        said = errors.read_text() if errors.exists() else ended.stderr[-1000:]
+        said = (errors.read_text() if errors.exists() else "") or ended.stderr[-1000:]
         errors.unlink(missing_ok=True)
         with file.open("a") as noted:
             noted.write(json.dumps([test, "died", said]) + "\n")

@@ -99,11 +99,14 @@ class Outcomes:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self.outcome, self.error = SEVERITY[0], ""
         self.note(item.nodeid, RUNNING)
-        faulthandler.dump_traceback_later(self.deadline, exit=True)
-        result = yield
+        several_ranks.current.append(item.nodeid)
+        # In a file: pytest has what is printed, and goes with the process.
+        with self.errors.open("w") as stacks:
+            faulthandler.dump_traceback_later(self.deadline, exit=True, file=stacks)
+            result = yield
+            faulthandler.cancel_dump_traceback_later()
         if elsewhere := several_ranks.ended(self.errors):
             self.outcome, self.error = SEVERITY[-1], self.error or elsewhere
-        faulthandler.cancel_dump_traceback_later()
         self.note(item.nodeid, self.outcome, self.error)
         return result
 

@@ -22,6 +22,8 @@ GPUS, DDP = ("gpu", "cuda"), "ddp"
 METHODS = {"": "popen", "spawn": "spawn", "fork": "fork", "notebook": "fork"}
 """Lightning's suffix of DDP -> the method that starts ranks."""
 
+current: list[str] = []
+"""The test that runs, last."""
 started: list[subprocess.Popen[bytes]] = []
 """Processes of further ranks of the test that runs."""
 
@@ -61,10 +63,7 @@ def start_ranks(options: Sequence[str], named: Callable[[str, Any], Any]) -> Non
         observe(processes)
 
     subprocess_script._launch_process_observer = note
-    subprocess_script._basic_subprocess_cmd = lambda: [
-        *(sys.executable, "-m", "pytest", *options),
-        os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0],
-    ]
+    subprocess_script._basic_subprocess_cmd = lambda: [sys.executable, "-m", "pytest", *options, current[-1]]
 
 
 def method_of(strategy: Any) -> str | None:
