@@ -50,6 +50,7 @@ from tests.models.unusual import (
     Thawing,
     WithLBFGS,
     WithParameterHook,
+    WithZeroRedundancy,
     WritesAfterValidation,
     WritesInTheStep,
 )
@@ -315,12 +316,21 @@ def test_reading_a_layer_from_outside_says_what_to_do(ranks: Any) -> None:
         (fit_module, (SparseTable,), "sparse gradients cannot be sharded: model.tokens"),
         (fit_module, (ScriptedPart,), "the parameters of scripted modules are objects of C++"),
         (fit_module, (WithLBFGS,), "LBFGS keeps one history"),
+        (fit_module, (WithZeroRedundancy,), "ZeroRedundancyOptimizer deals whole parameters out to the ranks"),
         (averaging, (), "StochasticWeightAveraging copies whole parameters"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_in_words(ranks: Any, job: Any, arguments: Any, words: str) -> None:
     found = ranks(2).run(messages, job, *arguments, "fsdp_custom", 2)
     assert words in found[0][0]
+
+
+def test_an_optimizer_that_shards_itself(ranks: Any) -> None:
+    """It is refused by what shards optimizers, and trains where nothing else does."""
+    found = ranks(2).run(messages, fit_module, WithZeroRedundancy, "zero1_custom", 2)
+    assert "ZeroRedundancyOptimizer deals parameters out to the ranks as zero1_custom does" in found[0][0]
+    trained = ranks(2).run(fit_module, WithZeroRedundancy, "ddp_custom", 2)[0]
+    assert difference(trained, fit_module(functools.partial(ByteGPT, "sgd"), "auto", 1)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
