@@ -94,11 +94,21 @@ def test_the_default_is_replaced_and_outcomes_are_noted(tmp_path: Path) -> None:
 
 
 OF_RANKS = """
+import os
 import pytest
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import testing
+
+@pytest.fixture(autouse=True)
+def as_lightnings_conftest_does():
+    before = dict(os.environ)
+    yield
+    _destroy_dist_connection()
+    os.environ.clear()
+    os.environ.update(before)
 
 class Model(BoringModel):
     def on_train_start(self):
