@@ -140,6 +140,10 @@ class Steps(StepHooks):
     def after_forward(self) -> None:
         self._check_sequences()
         self._unused.watch()
+        # Under manual optimization the step has ended, and its last forward may have had no backward: hooks would find
+        # gathered values, rounded to the dtype of computing, and lose what they write into them.
+        if self._is_manual:
+            self.free_gathered()
 
     @override
     def after_evaluation(self) -> None:

@@ -88,7 +88,8 @@ def graph_loggers(loggers: Iterable[Any]) -> list[str]:
 
     `TensorBoardLogger._log_graph`, since 1.0; waits for a public attribute.
     """
-    return [type(logger).__name__ for logger in loggers if getattr(logger, "_log_graph", False)]
+    # By what they hold: the logger of `fast_dev_run` has every attribute.
+    return [type(logger).__name__ for logger in loggers if vars(logger).get("_log_graph", False)]
 
 
 # Strategies and modules ---------------------------------------------------------------------------------------------

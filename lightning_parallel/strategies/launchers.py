@@ -131,3 +131,27 @@ class _ScriptLauncher(_Checking, _lightning.SubprocessLauncher):
 
 class _FunctionLauncher(_Checking, _lightning.ProcessLauncher):
     """Runs functions in processes of their own; weights, metrics and results come back to this one."""
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return super().launch(_Telling(function, self._checked), *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Telling:
+    """A function of a rank whose error the strategy is told in that process: Lightning only tells the one that waits.
+
+    Args:
+        function: What the rank calls.
+        strategy: That of the rank, once both have been sent to it.
+    """
+
+    function: Callable[..., Any]
+    strategy: PlannedStrategy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.function(*args, **kwargs)
+        except Exception as error:
+            self.strategy.on_exception(error)
+            raise

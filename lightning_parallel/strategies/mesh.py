@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -30,7 +29,7 @@ from lightning_parallel.strategies.parallel_module import ParallelModule
 from lightning_parallel.strategies.precision import module_dtype, sharded_precision, sharding_dtypes
 from lightning_parallel.strategies.saving_strategy import Saving
 from lightning_parallel.strategies.shard_notes import add_shard_notes
-from lightning_parallel.strategies.while_set_up import while_set_up
+from lightning_parallel.strategies.while_set_up import OpenContexts, while_set_up
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ class MeshStrategy(MeshedStrategy):
 
     defers_init = True
     _parallel: ParallelModule | None = None
-    _while_set_up = contextlib.ExitStack()  # of no use before `setup`
+    _while_set_up = OpenContexts()  # of no use before `setup`
     tensor_init_context = tensors_on_host
 
     @override
@@ -188,7 +187,7 @@ class MeshStrategy(MeshedStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        self._while_set_up = contextlib.ExitStack()
+        self._while_set_up = OpenContexts()
         self._while_set_up.enter_context(_torch.random_states.states_of_ranks(self.mesh.devices))
         self._parallel = ParallelModule(self, self.mesh)
         replaces = self._parallel.current.plan.replaces_parameters

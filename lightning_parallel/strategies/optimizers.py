@@ -13,11 +13,16 @@ from lightning_parallel.checkpoint.full_state import make_optimizer_sharded
 from lightning_parallel.errors import check
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.techniques.local_update import is_elementwise
+from lightning_parallel.techniques.optimizer_sharding import shards_itself
 
 _UNSHARDABLE: dict[type[Optimizer], str] = {
     LBFGS: "LBFGS keeps one history of all parameters together, which cannot be sharded; use ddp_custom",
     Adafactor: "torch's Adafactor takes means of whole matrices, for which DTensor has no rule; use zero1_custom",
 }
+_SHARDS_ITSELF = (
+    "ZeroRedundancyOptimizer deals whole parameters out to the ranks by itself; give the optimizer of its "
+    "optimizer_class, whose state is sharded here, or use ddp_custom"
+)
 
 
 def adopt_optimizers(
@@ -35,7 +40,8 @@ def adopt_optimizers(
             their gradients, and the ranks would drift apart.
     """
     if replaced:
-        check(_UNSHARDABLE[type(o)] for o in optimizers if type(o) in _UNSHARDABLE)
+        found = [_UNSHARDABLE[type(o)] for o in optimizers if type(o) in _UNSHARDABLE]
+        check([*found, *(_SHARDS_ITSELF for optimizer in optimizers if shards_itself(optimizer))])
     for optimizer in optimizers:
         make_optimizer_sharded(optimizer, replaced or {})
     check(_strangers(optimizers, module))

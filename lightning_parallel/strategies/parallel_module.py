@@ -60,6 +60,10 @@ class ParallelModule:
         self.current: Parallelized = left or self._parallelize()
         self.steps = self._build_steps()
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # A copy of a trainer sets up its own module, which is not parallel before.
+        return type(None), ()
+
     def _parallelize(self) -> Parallelized:
         strategy, module = self._strategy, self._module
         plan = strategy.plan_for(module)

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 _SHARDED = "_is_fsdp_managed_module"
 
 
+class OpenContexts(ExitStack):
+    """Contexts that are open in hooks of the user, who may copy the trainer: a copy has none of them."""
+
+    def __reduce__(self) -> tuple[type[OpenContexts], tuple[()]]:
+        # What is suspended cannot be copied, and closing it twice would undo what a second fit has opened.
+        return type(self), ()
+
+
 @contextmanager
 def while_set_up(trainer: Trainer, module: LightningModule, mesh: Mesh, *, replaces: bool) -> Iterator[None]:
     """Inside this context, a module that is sharded or shared can run and be read, and what ranks share counts once.

@@ -31,6 +31,7 @@ from lightning_parallel.strategies.precision import widen
 from lightning_parallel.strategies.saving_strategy import Saving
 from lightning_parallel.strategies.sharded_saves import parts_job
 from lightning_parallel.strategies.streams import RandomStreams
+from lightning_parallel.techniques.optimizer_sharding import shards_itself
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -136,6 +137,8 @@ class WholeCheckpointsStrategy(PlannedStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if shards_itself(optimizer):
+            return super().optimizer_state(optimizer)  # Lightning has it gather its state
         if self._writes_parts:
             return optimizer.state_dict()
         return whole_optimizer_state(optimizer, keep=self.is_global_zero, is_cut=self._has_cut_optimizers)

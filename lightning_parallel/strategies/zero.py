@@ -33,6 +33,11 @@ class ZeroStrategy(DDPStrategy):
     _sharded: tuple[ShardedOptimizer, ...] = ()
 
     @override
+    def __getstate__(self) -> dict[str, Any]:
+        # Process groups belong to this process; a copy shards its own optimizers.
+        return {**super().__getstate__(), "_sharded": ()}
+
+    @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         check(violation for optimizer in self.optimizers for violation in optimizer_violations(optimizer))

@@ -29,7 +29,25 @@ def optimizer_violations(optimizer: Optimizer) -> list[str]:
     """Reasons why `optimizer` cannot be sharded; empty if it can."""
     if isinstance(optimizer, LBFGS):
         return ["LBFGS keeps one history of all parameters together, which cannot be sharded; use ddp_custom"]
+    if shards_itself(optimizer):
+        return [
+            "ZeroRedundancyOptimizer deals parameters out to the ranks as zero1_custom does, and not to the same ones; "
+            "give the optimizer of its optimizer_class, or use ddp_custom"
+        ]
     return []
+
+
+def shards_itself(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` is torch's `ZeroRedundancyOptimizer`.
+
+    Args:
+        optimizer: The user's.
+    """
+    # By name: to import the class takes two seconds, and torch warns of what it does then.
+    return any(
+        base.__name__ == "ZeroRedundancyOptimizer" and base.__module__.startswith("torch.distributed.optim")
+        for base in type(optimizer).__mro__
+    )
 
 
 def deal_out(sizes: Sequence[int], num_ranks: int) -> list[int]:

@@ -167,7 +167,8 @@ def with_everything_on(strategy: str, num_ranks: int, folder: str) -> dict[str, 
 
 
 def fast_dev_run(strategy: str, num_ranks: int) -> int:
-    trainer = trainer_for(strategy, num_ranks, fast_dev_run=2)
+    # Lightning puts its own logger, which does nothing, in the place of any.
+    trainer = trainer_for(strategy, num_ranks, fast_dev_run=2, logger=True)
     trainer.fit(ByteGPT(), loader(num_ranks, 3), loader(num_ranks, 3))
     return trainer.global_step
 

@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 
 from tests.lightning_suite.comparison import Comparison, Suite
-from tests.lightning_suite.outcomes import run
 
 STOCK = "ddp"
 
@@ -20,13 +19,14 @@ def main() -> int:
     parser.add_argument("paths", nargs="*", help="of tests, relative to tests/tests_pytorch; else those of suite.toml")
     parser.add_argument("--strategy", action="append", help="ddp_custom and fsdp_custom if not given; may be repeated")
     parser.add_argument("--outcomes", type=Path, help="a folder; tests that it has already do not run again")
+    parser.add_argument("--start-ranks", action="store_true", help="tests that start ranks, on the CPU")
     given = parser.parse_args()
     suite = Suite.read()
     with tempfile.TemporaryDirectory() as folder:
         kept = given.outcomes or Path(folder)
         kept.mkdir(parents=True, exist_ok=True)
         outcomes = {
-            name: run(given.checkout.resolve(), name, given.paths or suite.paths, kept.resolve() / f"{name}.jsonl")
+            name: suite.run(given.checkout, name, kept, paths=given.paths, start_ranks=given.start_ranks)
             for name in (STOCK, *(given.strategy or ("ddp_custom", "fsdp_custom")))
         }
     found = [

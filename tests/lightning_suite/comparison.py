@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from tests.lightning_suite.outcomes import Outcome
+from tests.lightning_suite.outcomes import Outcome, run
 
 FAILED = ("failed", "died")
 
@@ -36,16 +36,33 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Suite:
-    """The tests to run, and those that may fail."""
+    """The tests to run, in one process or on ranks that they start, and those that may fail."""
 
     paths: Sequence[str]
+    of_ranks: Sequence[str]
     accepted: Sequence[Accepted]
 
     @classmethod
     def read(cls) -> Suite:
         """The suite as ``suite.toml`` has it."""
         given = tomllib.loads(Path(__file__).with_name("suite.toml").read_text())
-        return cls(given["paths"], [Accepted(**each) for each in given.get("accepted", ())])
+        return cls(given["paths"], given["of_ranks"], [Accepted(**each) for each in given.get("accepted", ())])
+
+    def run(
+        self, checkout: Path, strategy: str, folder: Path, *, paths: Sequence[str] = (), start_ranks: bool = False
+    ) -> dict[str, Outcome]:
+        """Run the tests of one process, or those that start ranks.
+
+        Args:
+            checkout: Of Lightning.
+            strategy: In the place of the default one.
+            folder: Where outcomes are noted.
+            paths: Of other tests.
+            start_ranks: Whether tests start ranks.
+        """
+        chosen = paths or (self.of_ranks if start_ranks else self.paths)
+        file = folder / f"{strategy}{'.ranks' if start_ranks else ''}.jsonl"
+        return run(checkout.resolve(), strategy, chosen, file.resolve(), start_ranks=start_ranks)
 
 
 @dataclass(frozen=True)
@@ -85,7 +102,7 @@ class Comparison:
         return [
             f"{each.reason} ({', '.join(each.tests)})"
             for each in self.accepted
-            if any(each.covers(test, self.strategy) for test in self.ours)
+            if any(each.covers(test, self.strategy) for test, ours in self.ours.items() if ours.kind != "skipped")
             and not any(each.covers(test, self.strategy) for test in self.worse)
         ]
 

@@ -24,7 +24,9 @@ class Outcome:
     error: str = ""
 
 
-def run(checkout: Path, strategy: str, paths: Sequence[str], file: Path) -> dict[str, Outcome]:
+def run(
+    checkout: Path, strategy: str, paths: Sequence[str], file: Path, *, start_ranks: bool = False
+) -> dict[str, Outcome]:
     """Run tests of Lightning with `strategy` in the place of the default one.
 
     A test that ends the process, or waits for ever, has died; the others go on without it.
@@ -34,6 +36,7 @@ def run(checkout: Path, strategy: str, paths: Sequence[str], file: Path) -> dict
         strategy: The name.
         paths: Of tests, relative to ``tests/tests_pytorch`` there.
         file: Where outcomes are noted. Tests that it has already do not run again.
+        start_ranks: Run tests that start ranks, with `strategy` in the place of Lightning's DDP, too.
 
     Returns:
         Name of the test -> how it ended.
@@ -41,6 +44,9 @@ def run(checkout: Path, strategy: str, paths: Sequence[str], file: Path) -> dict
     command = [
         *(sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"),
         *("-p", "tests.lightning_suite.plugin", f"--in-place-of-default={strategy}", f"--outcomes={file}"),
+        *(["--start-ranks"] if start_ranks else []),
+        # Of torch 2.13, about a function that Lightning itself calls.
+        "-Wignore:torch.distributed.nn.functional:FutureWarning",
         "--override-ini=addopts=--strict-markers --disable-pytest-warnings",
         *(f"{FOLDER}{path}" for path in paths),
     ]
@@ -50,8 +56,11 @@ def run(checkout: Path, strategy: str, paths: Sequence[str], file: Path) -> dict
         test, kind, _ = (lines_of(file) or [["", "", ""]])[-1]
         if kind != RUNNING:
             break
+        errors = file.with_suffix(".errors")
+        said = (errors.read_text() if errors.exists() else "") or ended.stderr[-1000:]
+        errors.unlink(missing_ok=True)
         with file.open("a") as noted:
-            noted.write(json.dumps([test, "died", ended.stderr[-1000:]]) + "\n")
+            noted.write(json.dumps([test, "died", said]) + "\n")
     if ended.returncode not in (0, 1, 5):
         raise RuntimeError(f"pytest ended with {ended.returncode}:\n{ended.stdout[-3000:]}{ended.stderr[-3000:]}")
     return read(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -131,6 +132,14 @@ class ScriptedPart(Case):
 class WithLBFGS(ByteGPT):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
+
+
+class WithZeroRedundancy(ByteGPT):
+    def configure_optimizers(self) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of its own scripted functions
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        return ZeroRedundancyOptimizer(self.parameters(), optimizer_class=torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 class WritesInTheStep(ByteGPT):

@@ -55,6 +55,25 @@ print("equal, with", len(trainer.callback_metrics), "metrics")
 """
 
 
+FAILING = """
+from tests.models import habits
+from tests.strategies.test_habits import fitted
+
+if __name__ == "__main__":
+    try:
+        fitted(habits.Unique, "fsdp_custom:start_method=fork", 2)
+    except Exception as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_an_error_of_a_forked_rank_has_its_notes() -> None:
+    command = [sys.executable, "-c", FAILING]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    assert "torch does not know how to compute this on parts of a tensor" in done.stdout, done.stderr[-3000:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom"])
 def test_ranks_are_forked_from_a_notebook(name: str) -> None:

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 
+from lightning_parallel import full_state_dict
 from tests.data import loader
 from tests.jobs.fits import (
     accumulated,
@@ -50,11 +51,12 @@ from tests.models.unusual import (
     Thawing,
     WithLBFGS,
     WithParameterHook,
+    WithZeroRedundancy,
     WritesAfterValidation,
     WritesInTheStep,
 )
 from tests.names import SEPARATE, num_ranks, num_readers
-from tests.parity import TOLERANCE, checked, difference, once, train_module
+from tests.parity import TOLERANCE, checked, difference, once, train_module, trainer_for
 
 
 def run(ranks: Any, name: str, job: Any, *args: Any) -> Any:
@@ -315,12 +317,41 @@ def test_reading_a_layer_from_outside_says_what_to_do(ranks: Any) -> None:
         (fit_module, (SparseTable,), "sparse gradients cannot be sharded: model.tokens"),
         (fit_module, (ScriptedPart,), "the parameters of scripted modules are objects of C++"),
         (fit_module, (WithLBFGS,), "LBFGS keeps one history"),
+        (fit_module, (WithZeroRedundancy,), "ZeroRedundancyOptimizer deals whole parameters out to the ranks"),
         (averaging, (), "StochasticWeightAveraging copies whole parameters"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_in_words(ranks: Any, job: Any, arguments: Any, words: str) -> None:
     found = ranks(2).run(messages, job, *arguments, "fsdp_custom", 2)
     assert words in found[0][0]
+
+
+def saved_and_resumed(make: Any, strategy: str, size: int, folder: str) -> tuple[int, Any]:
+    """The number of states in a checkpoint of two epochs, and the weights of a run that goes on from it to a fourth."""
+    L.seed_everything(3, verbose=False)
+    path = f"{folder}/of_{size}.ckpt"
+    trainer = trainer_for(strategy, size, max_epochs=2)
+    trainer.fit(make(), loader(num_readers(strategy, size)))
+    trainer.save_checkpoint(path)
+    states = torch.load(path, weights_only=False)["optimizer_states"]
+    trainer = trainer_for(strategy, size, max_epochs=4)
+    trainer.fit(make(), loader(num_readers(strategy, size)), ckpt_path=path)
+    return len(states[0]["state"]), full_state_dict(trainer)
+
+
+def test_an_optimizer_that_shards_itself_is_saved_and_goes_on(ranks: Any, tmp_path: Path) -> None:
+    found = ranks(2).run(saved_and_resumed, WithZeroRedundancy, "ddp_custom", 2, str(tmp_path))[0]
+    expected = saved_and_resumed(functools.partial(ByteGPT, "sgd"), "auto", 1, str(tmp_path))
+    assert found[0] == expected[0]
+    assert difference(found[1], expected[1]) <= TOLERANCE
+
+
+def test_an_optimizer_that_shards_itself(ranks: Any) -> None:
+    """It is refused by what shards optimizers, and trains where nothing else does."""
+    found = ranks(2).run(messages, fit_module, WithZeroRedundancy, "zero1_custom", 2)
+    assert "ZeroRedundancyOptimizer deals parameters out to the ranks as zero1_custom does" in found[0][0]
+    trained = ranks(2).run(fit_module, WithZeroRedundancy, "ddp_custom", 2)[0]
+    assert difference(trained, fit_module(functools.partial(ByteGPT, "sgd"), "auto", 1)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -136,18 +136,27 @@ def test_a_trainer_is_copied_before_and_after_a_fit(name: str, copied: Callable[
 class CopiesTrainer(Callback):
     """Copies the trainer while it trains, as a callback that keeps its arguments does."""
 
-    copy: Any = None
+    def __init__(self) -> None:
+        self.copies: list[Any] = []
 
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self.copy = copy.deepcopy(trainer)
+    def copied(self, trainer: L.Trainer, *args: Any) -> None:
+        copies, self.copies = self.copies, []
+        self.copies = [*copies, copy.deepcopy(trainer)]
+
+    on_train_start = on_train_batch_start = on_before_optimizer_step = copied
+    on_train_batch_end = on_train_epoch_end = on_train_end = copied
 
 
-@pytest.mark.parametrize("name", ["ddp_custom"])
+@pytest.mark.parametrize("name", ALONE)
 def test_a_trainer_is_copied_during_a_fit(name: str) -> None:
     trainer = trainer_for(name, 1, callbacks=[kept := CopiesTrainer()])
     trainer.fit(module := ByteGPT(), loader(1, 2))
-    assert kept.copy.global_step == 2
-    assert difference(dict(kept.copy.lightning_module.state_dict()), dict(module.state_dict())) == 0
+    assert [each.global_step for each in kept.copies] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    last = kept.copies[-1]
+    assert difference(dict(last.lightning_module.state_dict()), dict(module.state_dict())) == 0
+    assert last.validate(last.lightning_module, loader(1, 2), verbose=False) == trainer.validate(
+        module, loader(1, 2), verbose=False
+    )
 
 
 class Collating(ByteGPT):

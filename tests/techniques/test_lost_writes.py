@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel import ConfigurationError
+from lightning_parallel import ConfigurationError, full_state_dict
 from tests.data import batches
 from tests.models.cases import GPT, ByteGPT, next_token_loss
-from tests.parity import TOLERANCE, once, train_module, worst
+from tests.parity import TOLERANCE, difference, once, train_module, trainer_for, worst
 
 PLACES = ("training_step", "on_before_zero_grad", "on_train_batch_end")
 
@@ -62,6 +63,30 @@ class ClippedWeights(ByteGPT):
         return super().training_step(batch, batch_idx)
 
 
+class WithoutBackward(ByteGPT):
+    """Every second step has no backward, and a hook shrinks weights after each."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx % 2:
+            self.manual_backward(loss)
+            optimizer = self.optimizers()
+            assert not isinstance(optimizer, list)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters():
+            assert parameter.dtype == torch.float32, "rounded, as the step computes with it"
+            parameter.mul_(0.9)
+
+
 class NotANumber(ByteGPT):
     """A frozen table with entries that are no numbers is written by nobody."""
 
@@ -95,6 +120,23 @@ def test_momentum_is_right_or_refused(ranks: Any, strategy: str, place: str, in_
 
 def outcome_or_words_alone(place: str, in_place: bool) -> Any:
     return train_module(lambda: Momentum(place, in_place), batches("byte_gpt", 1), "auto", 1)
+
+
+def weights_without_backward(strategy: str, size: int, precision: str) -> Any:
+    L.seed_everything(3, verbose=False)
+    trainer = trainer_for(strategy, size, precision=precision)
+    trainer.fit(WithoutBackward(), batches("byte_gpt", size))
+    return full_state_dict(trainer)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp_custom", "zero2_custom"])
+def test_a_hook_writes_after_a_step_without_backward(ranks: Any, strategy: str) -> None:
+    found = ranks(2).run(weights_without_backward, strategy, 2, "32-true")
+    assert difference(found[0], once(weights_without_backward, "auto", 1, "32-true")) <= TOLERANCE
+
+
+def test_a_hook_reads_what_no_step_has_rounded(ranks: Any) -> None:
+    ranks(2).run(weights_without_backward, "fsdp_custom", 2, "bf16-mixed")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp_custom", "zero2_custom", "fsdp_custom:reshard=never"])
