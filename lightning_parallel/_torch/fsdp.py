@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel._torch.unit_parameters import gathered_parameters, parameter_groups
+from lightning_parallel._torch.unit_parameters import gathered_of, gathered_parameters, parameter_groups
 
 _WIDENS_APART = not isinstance(vars(FSDPParam).get("unsharded_accumulated_grad"), property)
 """Whether unreduced gradients are summed, in the reduce dtype, in a tensor of their own.
@@ -61,6 +61,9 @@ def leave_forward(unit: nn.Module) -> None:
         context.iter_forward_root = None
         for group in parameter_groups(unit):
             group._post_forward_indices.clear()
+        for record in gathered_of(unit):
+            if record.is_gathered:
+                record.take_back_memory()
         unit.reshard()
 
 
@@ -210,6 +213,7 @@ def gather_around(
     *,
     takes_batch: bool = False,
     unless: Callable[[], bool] = lambda: False,
+    keeps_writes: bool = False,
 ) -> None:
     """Gather the parameters of `unit` while ``holder.method`` runs.
 
@@ -222,6 +226,7 @@ def gather_around(
         unit: The sharded unit.
         takes_batch: Whether it is given what Lightning has moved. torch would move what was left on the host, too.
         unless: Asked where nobody has gathered the parameters yet; true leaves them as they are.
+        keeps_writes: Whether what the method writes into gathered parameters is kept by another.
     """
     assert isinstance(unit, FSDPModule)
     original = getattr(holder, method)
@@ -241,7 +246,7 @@ def gather_around(
         result = original(*args, **kwargs)
         changed = [g._version for _, g in gathered_parameters(unit)] != versions
         result = state._post_forward(unit, args, result)
-        if changed:
+        if changed and not keeps_writes:
             raise RuntimeError(
                 f"{method} writes into parameters while they are gathered, and the change would be lost. Write in a "
                 "hook, such as on_train_batch_end, where parameters are their shards, or use zero1_custom"
