@@ -87,6 +87,8 @@ class GatheredParameter:
 
         torch counts operations in place; ``parameter.data = values`` gives it other memory.
         """
+        if not hasattr(self._parameter, "_unsharded_param"):  # it was never gathered
+            return False
         before, self._version = self._version, self._parameter._unsharded_param._version
         return self._is_replaced or before not in (None, self._version)
 

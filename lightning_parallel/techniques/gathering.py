@@ -66,7 +66,8 @@ def gather_while_running(holder: object, method: str, module: nn.Module) -> None
         module: The sharded module.
     """
     if isinstance(module, FSDPModule):
-        _torch.fsdp.gather_around(holder, method, module, takes_batch=True)
+        # Who runs the method looks for what it writes.
+        _torch.fsdp.gather_around(holder, method, module, takes_batch=True, keeps_writes=True)
 
 
 def gather_in_method(module: nn.Module, units: Sequence[str], method: str) -> None:
