@@ -23,11 +23,11 @@ from lightning_parallel.step_hooks import StepHooks
 from lightning_parallel.techniques.accumulation import GradientReduction, ZeroGrad
 from lightning_parallel.techniques.buffer_sync import BufferSync
 from lightning_parallel.techniques.local_update import LocalUpdate, is_elementwise
-from lightning_parallel.techniques.lost_writes import LostWrites
 from lightning_parallel.techniques.pipeline.gradients import sum_shared_gradients
 from lightning_parallel.techniques.pipeline.step_losses import MicrobatchWeights
 from lightning_parallel.techniques.replicate import reduce_gradients
 from lightning_parallel.techniques.sharding import reshard_units
+from lightning_parallel.techniques.step_writes import StepWrites
 from lightning_parallel.techniques.unused import UnusedParameters
 from lightning_parallel.techniques.update_in_backward import UpdateInBackward
 
@@ -71,7 +71,7 @@ class Steps(StepHooks):
         has_zeros = stage.size() > 1 or policies.sharding_dtypes.reduce is not None
         # The zeros of parameters that no rank used are removed after backward. An update in backward comes before that.
         self.order = UnitOrder(dict(zip(parallelized.sharding.units, units, strict=True)), stage)
-        self._writes = LostWrites(module, units, stage)
+        self._writes = StepWrites(module, units, stage)
         watched = units if has_zeros and not policies.optimizer_in_backward else []
         self._unused = UnusedParameters(watched, stage, self.order)
         self._reduction = GradientReduction(
@@ -164,7 +164,7 @@ class Steps(StepHooks):
     def before_backward(self, loss: Tensor) -> None:
         """Let whole parameters be averaged when backward through `loss` ends, once a window."""
         self._check_sequences()  # under manual optimization, `after_forward` comes only when the step has ended
-        self._writes.look()
+        self._writes.keep()
         self._unused.watch()
         if self._reduction.is_first:
             # Zeros of `zero_grad(set_to_none=False)` stay gradients, as in one process. In later microsteps, zeros may
@@ -184,6 +184,7 @@ class Steps(StepHooks):
         if not self._reduction.holds_shards:
             self._unused.settle()
         self._reduction.after_backward()
+        self._writes.after_backward()
         # The next forward may belong to another optimizer, with parameters frozen that this one trains. Only gathering
         # takes over `requires_grad` from the shards.
         if self._is_manual:
@@ -208,7 +209,7 @@ class Steps(StepHooks):
     def tried(self) -> Iterator[None]:
         """Inside this context, a microstep is a window of its own, and nothing remains of it. A collective."""
         before = [(parameter, parameter.grad) for parameter in self._module.parameters()]
-        with self._reduction.apart():
+        with self._reduction.apart(), self._writes.dropped():
             yield
         for parameter, gradient in before:
             parameter.grad = gradient

@@ -20,11 +20,7 @@ VERBS = (
 WAY_AROUND = re.compile(rf"\b({'|'.join(VERBS.split())}|possible|there are|are there|containers)\b", re.IGNORECASE)
 """Words by which a message says what to change, or what is possible."""
 NO_REASON = re.compile(r"not (available(?! here)|yet|supported|implemented)|this version|so far", re.IGNORECASE)
-UNREASONED = (
-    "float8 with tensor=<tensor> is not available in this version",
-    "ExponentialMovingAverage under pipeline > 1, where a rank holds some layers only, is not available in this "
-    "version",
-)
+UNREASONED = ("float8 with tensor=<tensor> is not available in this version",)
 """Refused because nobody has done it. Issue 14: this is no reason; the tuple is to become empty."""
 
 

@@ -47,9 +47,9 @@ RECEIVERS: dict[str, dict[str, str]] = {
     "_torch/ddp.py": {"wrapped": "torch.nn.parallel.DistributedDataParallel"},
     "_torch/mixed_lists.py": {"operation": "torch._ops.OpOverload", "each": "torch._ops.OpOverload"},
     "_torch/unit_parameters.py": {
-        "each": f"{FSDP}_fsdp_param.FSDPParam",
         "parameter": f"{FSDP}_fsdp_param.FSDPParam",
         "ran": f"{FSDP}_fsdp_param_group.FSDPCommContext",
+        "self._parameter": f"{FSDP}_fsdp_param.FSDPParam",
         "state": f"{FSDP}_fsdp_state.FSDPState",
         "tensor": "torch.distributed.tensor.DTensor",
         "unit": f"{FSDP}_fully_shard.FSDPModule",

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel._torch.unit_parameters import gathered_parameters, parameter_groups
+from lightning_parallel._torch.unit_parameters import gathered_of, gathered_parameters, parameter_groups
 
 _WIDENS_APART = not isinstance(vars(FSDPParam).get("unsharded_accumulated_grad"), property)
 """Whether unreduced gradients are summed, in the reduce dtype, in a tensor of their own.
@@ -61,6 +61,9 @@ def leave_forward(unit: nn.Module) -> None:
         context.iter_forward_root = None
         for group in parameter_groups(unit):
             group._post_forward_indices.clear()
+        for record in gathered_of(unit):
+            if record.is_gathered:
+                record.take_back_memory()
         unit.reshard()
 
 
@@ -203,7 +206,14 @@ def forget_sharding(module: nn.Module) -> None:
     _composable_state._module_state_mapping.pop(module, None)
 
 
-def gather_around(holder: Any, method: str, unit: nn.Module, *, takes_batch: bool = False) -> None:
+def gather_around(
+    holder: Any,
+    method: str,
+    unit: nn.Module,
+    *,
+    takes_batch: bool = False,
+    keeps_writes: bool = False,
+) -> None:
     """Gather the parameters of `unit` while ``holder.method`` runs.
 
     `register_fsdp_forward_method` (public) does this for methods that are never called from within `forward`. These
@@ -215,6 +225,7 @@ def gather_around(holder: Any, method: str, unit: nn.Module, *, takes_batch: boo
         method: Its name.
         unit: The sharded unit.
         takes_batch: Whether it is given what Lightning has moved. torch would move what was left on the host, too.
+        keeps_writes: Whether what the method writes into gathered parameters is kept by another.
     """
     module = unit
     assert isinstance(unit, FSDPModule)
@@ -240,7 +251,7 @@ def gather_around(holder: Any, method: str, unit: nn.Module, *, takes_batch: boo
             for inner in module.modules():
                 if isinstance(inner, FSDPModule):
                     inner.reshard()
-        if changed:
+        if changed and not keeps_writes:
             raise RuntimeError(
                 f"{method} writes into parameters while they are gathered, and the change would be lost. Write in a "
                 "hook, such as on_train_batch_end, where parameters are their shards, or use zero1_custom"

@@ -47,34 +47,107 @@ def gathered_parameters(unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
                 yield parameter.sharded_param, parameter._unsharded_param
 
 
-def written_while_gathered(unit: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The parameters of `unit`, by module and name, whose gathered values are no longer those of this rank's shard.
+class GatheredParameter:
+    """A parameter of a unit, and what a step has written into its gathered form.
 
-    Contents are compared: what is written through ``parameter.data`` counts for no version. `FSDPParam.sharded_state`,
-    `fsdp_placement`, `mesh_info` and `_module_info`, since 2.4; no public spelling.
+    `FSDPParam.sharded_state`, `fsdp_placement`, `mesh_info`, `all_gather_outputs`, `_orig_size`, `_module_info`, and
+    more, since 2.4; no public spelling.
+
+    Args:
+        parameter: torch's record of it.
     """
-    assert isinstance(unit, FSDPModule)
-    parameters = [parameter for group in parameter_groups(unit) for parameter in group.fsdp_params]
-    gathered = [each for each in parameters if each.sharded_state.name == "UNSHARDED"]
-    return [(each._module_info.module, each._module_info.param_name) for each in gathered if _is_other(each)]
 
+    def __init__(self, parameter: Any) -> None:
+        self._parameter = parameter
+        self._version: int | None = None
 
-def _is_other(parameter: Any) -> bool:
-    shard, whole = _local(parameter.sharded_param), _local(parameter._unsharded_param).detach()
-    if hasattr(shard, "fsdp_post_all_gather") or whole.ndim != shard.ndim:  # it has a form of its own
-        return False
-    dim, size = parameter.fsdp_placement.dim, getattr(parameter.mesh_info, "shard_mesh_size", 1)
-    if whole.ndim <= dim:
+    @property
+    def place(self) -> tuple[nn.Module, str]:
+        """The module that holds it, and its name there."""
+        return self._parameter._module_info.module, self._parameter._module_info.param_name
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the gathered form has its memory now."""
+        return bool(self._parameter.sharded_state.name == "UNSHARDED")
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """The dtype of the gathered form, and that of the shard."""
+        return self.whole.dtype, self._parameter.sharded_param.dtype
+
+    @property
+    def whole(self) -> Tensor:
+        """The gathered form."""
+        whole: Tensor = self._parameter._unsharded_param
+        return whole.detach()
+
+    def was_marked(self) -> bool:
+        """Whether it was written since the last call in a way that is seen without a look at its values.
+
+        torch counts operations in place; ``parameter.data = values`` gives it other memory.
+        """
+        if not hasattr(self._parameter, "_unsharded_param"):  # it was never gathered
+            return False
+        before, self._version = self._version, self._parameter._unsharded_param._version
+        return self._is_replaced or before not in (None, self._version)
+
+    @property
+    def _is_replaced(self) -> bool:
+        outputs = self._parameter.all_gather_outputs
+        if len(outputs) != 1 or self._has_own_form:
+            return False
+        return bool(_local(self._parameter._unsharded_param).data_ptr() != outputs[0].data_ptr())
+
+    @property
+    def _has_own_form(self) -> bool:
+        return hasattr(_local(self._parameter.sharded_param), "fsdp_post_all_gather")
+
+    def differs(self) -> bool:
+        """Whether its gathered values are no longer those of this rank's shard: writes through ``.data`` count so."""
+        shard, part = _local(self._parameter.sharded_param), self._part()
+        if part is None:
+            return False
+        expected = shard.detach().to(part.device, part.dtype)
+        # As bytes: what is not a number equals itself.
+        return not torch.equal(part.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+    def keep(self) -> bool:
+        """Write this rank's part of the gathered values into its shard. False where the shard has another form."""
+        shard, part = _local(self._parameter.sharded_param).detach(), self._part()
+        if part is None or part.dtype != shard.dtype:
+            return False
+        shard.copy_(part)
+        return True
+
+    def take_back_memory(self) -> bool:
+        """Undo ``parameter.data = values``: torch gathers into the memory from before. Whether there was anything."""
+        if not self._is_replaced:
+            return False
+        parameter = self._parameter
+        strides = parameter._contiguous_orig_stride
+        parameter._unsharded_param.data = parameter.all_gather_outputs[0].as_strided(parameter._orig_size, strides, 0)
+        return True
+
+    def _part(self) -> Tensor | None:
+        """This rank's part of the gathered values; none where the shard has another shape."""
+        parameter = self._parameter
+        shard, whole = _local(parameter.sharded_param), _local(parameter._unsharded_param).detach()
+        if self._has_own_form or whole.ndim != shard.ndim:
+            return None
+        dim, size = parameter.fsdp_placement.dim, getattr(parameter.mesh_info, "shard_mesh_size", 1)
         part = whole
-    else:
-        step = -(-whole.shape[dim] // size)
-        start = min(getattr(parameter.mesh_info, "shard_mesh_rank", 0) * step, whole.shape[dim])
-        part = whole.narrow(dim, start, min(step, whole.shape[dim] - start))
-    if part.shape != shard.shape:
-        return False
-    expected = shard.detach().to(part.device, part.dtype)
-    # As bytes: what is not a number equals itself.
-    return not torch.equal(part.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+        if whole.ndim > dim:
+            step = -(-whole.shape[dim] // size)
+            start = min(getattr(parameter.mesh_info, "shard_mesh_rank", 0) * step, whole.shape[dim])
+            part = whole.narrow(dim, start, min(step, whole.shape[dim] - start))
+        return part if part.shape == shard.shape else None
+
+
+def gathered_of(unit: nn.Module) -> list[GatheredParameter]:
+    """The parameters of `unit`, in an order that all ranks share."""
+    assert isinstance(unit, FSDPModule)
+    return [GatheredParameter(parameter) for group in parameter_groups(unit) for parameter in group.fsdp_params]
 
 
 def _local(tensor: Tensor) -> Tensor:

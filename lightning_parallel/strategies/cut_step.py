@@ -36,6 +36,7 @@ from lightning_parallel.techniques.pipeline.microbatches import merge_outputs
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
 from lightning_parallel.techniques.pipeline.stage_buffers import StageBuffers
 from lightning_parallel.techniques.pipeline.step_losses import StepLosses
+from lightning_parallel.techniques.pipeline.written_parameters import WrittenParameters
 
 _OF_LIGHTNING = frozenset(vars(LightningModule()))
 """Attributes that Lightning keeps for itself."""
@@ -81,6 +82,7 @@ class CutStep:
         self.step = refusing_meetings(self.own, lambda: module.trainer.strategy, cut.group)
         self.name, self._module, self._cut, self._steps, self._device = name, module, cut, steps, device
         self._buffers = StageBuffers(module, cut.owners_by_name, cut.host_group)
+        self._parameters = WrittenParameters(module, cut.host_group)
         self._last = cut.plan.stages.last
         self._last_rank = cut.plan.stages.rank_of(self._last)
 
@@ -139,7 +141,8 @@ class CutStep:
                     found[0].backward()  # type: ignore[no-untyped-call]
             return joined.gradients()
 
-        self.execution(forward, join if batch.joins else None).run(actions)
+        with self._parameters.checked():
+            self.execution(forward, join if batch.joins else None).run(actions)
         self._buffers.share()
         return self._share(outputs, logs, metrics, batch.part_size, losses, state)
 

@@ -16,6 +16,7 @@ from lightning_parallel import _torch
 from lightning_parallel.module.layer_stacks import owner_of
 
 _ROOT = ""
+_TRAINING = "training_step"
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "transformers", "torchvision", "torchmetrics")
 
 
@@ -30,7 +31,9 @@ def gather_in_steps(module: nn.Module, units: Sequence[str], step_methods: Seque
     for path in units:
         unit = module.get_submodule(path)
         for method in ("forward", *step_methods) if path == _ROOT else _own_methods(unit):
-            _torch.fsdp.gather_around(unit, method, unit, takes_batch=method in step_methods)
+            # What a training step writes goes into the shards, or is refused (`step_writes.py`).
+            is_kept = method == _TRAINING
+            _torch.fsdp.gather_around(unit, method, unit, takes_batch=method in step_methods, keeps_writes=is_kept)
 
 
 def gather_around_parts(module: nn.Module, units: Sequence[str], *, except_in: Sequence[str] = ()) -> None:
@@ -62,7 +65,8 @@ def gather_while_running(holder: object, method: str, module: nn.Module) -> None
         module: The sharded module.
     """
     if isinstance(module, FSDPModule):
-        _torch.fsdp.gather_around(holder, method, module, takes_batch=True)
+        # Who runs the method looks for what it writes.
+        _torch.fsdp.gather_around(holder, method, module, takes_batch=True, keeps_writes=True)
 
 
 def gather_in_method(module: nn.Module, units: Sequence[str], method: str) -> None:

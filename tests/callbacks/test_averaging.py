@@ -15,54 +15,12 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel import ConfigurationError, full_state_dict
 from lightning_parallel.callbacks.averaging import ExponentialMovingAverage
 from tests.data import loader
-from tests.jobs.averages import DECAY, Observer, PlainAverage
+from tests.jobs.averages import DECAY, PlainAverage, assert_equal, fit_until, readers_of, reference_of, train
 from tests.jobs.fits import messages
 from tests.jobs.lifecycle import save
 from tests.models.cases import CASES, ByteGPT
 from tests.models.unusual import Thawing
 from tests.parity import TOLERANCE, difference, trainer_for
-
-
-def train(
-    strategy: str, num_ranks: int, case: Any, accumulate: int = 1, reference: bool = False, **settings: int
-) -> dict[str, Any]:
-    """Six batches with validation after two and at the end; the same with the reference in place of the callback."""
-    L.seed_everything(3, verbose=False)
-    module = CASES[case]("adamw") if isinstance(case, str) else case()
-    name = case if isinstance(case, str) else "byte_gpt"
-    average: Any = PlainAverage(**settings) if reference else ExponentialMovingAverage(DECAY, **settings)
-    observer = Observer()
-    has_validation = not isinstance(module, CASES["gan"])
-    trainer = trainer_for(
-        strategy,
-        num_ranks,
-        callbacks=[average, observer],
-        accumulate_grad_batches=accumulate,
-        num_sanity_val_steps=0 if reference else 1,
-        val_check_interval=2 if has_validation else None,
-    )
-    val = loader(num_ranks, 2, name) if has_validation else None
-    trainer.fit(module, loader(num_ranks, 6, name), val)
-    found = {
-        "average": average.full_state_dict(trainer),
-        "weights": full_state_dict(trainer),
-        "first": observer.first,
-        "val": average.val_losses if reference else observer.val_losses[1:],
-    }
-    if has_validation and not reference:
-        found["after"] = trainer.validate(module, val, verbose=False)[0]["val_loss"]
-        found["weights after"] = full_state_dict(trainer)
-    return found
-
-
-REFERENCES: dict[Any, dict[str, Any]] = {}
-
-
-def reference_of(case: Any, accumulate: int = 1, **settings: int) -> dict[str, Any]:
-    key = (case, accumulate, *sorted(settings.items()))
-    if key not in REFERENCES:
-        REFERENCES[key] = train("auto", 1, case, accumulate, True, **settings)
-    return REFERENCES[key]
 
 
 def run(ranks: Any, strategy: str, job: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -71,14 +29,6 @@ def run(ranks: Any, strategy: str, job: Any, *args: Any, **kwargs: Any) -> dict[
         return job("auto", 1, *args, **kwargs)
     size = 4 if strategy == "hsdp_custom" else 2
     return ranks(size).run(job, strategy, size, *args, **kwargs)[0]
-
-
-def assert_equal(found: dict[str, Any], reference: dict[str, Any]) -> None:
-    assert difference(found["average"], reference["average"]) <= TOLERANCE
-    assert difference(found["weights"], reference["weights"]) <= TOLERANCE
-    assert found["val"] == pytest.approx(reference["val"], abs=TOLERANCE)
-    assert difference(found["average"], found["weights"]) > 1e-3
-    assert difference(found["average"], found["first"]) > 1e-3
 
 
 @pytest.mark.parametrize("case", ["byte_gpt", "hf_gpt2", "bare_parameter", "gan"])
@@ -116,36 +66,13 @@ def test_parameters_that_thaw_and_freeze(ranks: Any, strategy: str) -> None:
     assert_equal(run(ranks, strategy, train, Thawing), reference_of(Thawing))
 
 
-def fit_until(strategy: str, num_ranks: int, path: str, resumed: bool) -> dict[str, Any]:
-    """Two epochs; a checkpoint after the first, or from it on with other first weights."""
-    L.seed_everything(11 if resumed else 3, verbose=False)
-    average, observer = ExponentialMovingAverage(DECAY), Observer()
-
-    class Save(Callback):
-        def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            if trainer.current_epoch == 0:
-                trainer.save_checkpoint(path)
-
-    trainer = trainer_for(
-        strategy,
-        num_ranks,
-        max_epochs=2,
-        num_sanity_val_steps=-1 if resumed else 0,
-        callbacks=[average, observer] if resumed else [average, observer, Save()],
-    )
-    ckpt_path = path if resumed else None
-    trainer.fit(CASES["hf_gpt2"]("adamw"), *(loader(num_ranks, n, "hf_gpt2") for n in (3, 2)), ckpt_path=ckpt_path)
-    whole, weights = average.full_state_dict(trainer), full_state_dict(trainer)
-    tested = trainer.test(CASES["hf_gpt2"]("adamw"), loader(num_ranks, 2, "hf_gpt2"), ckpt_path=path, verbose=False)
-    return {"average": whole, "weights": weights, "val": observer.val_losses, "test": tested[0]["test_loss"]}
-
-
 @pytest.mark.parametrize(
     ("writer", "readers"),
     [
         ("fsdp_custom", ["auto", "zero1_custom", "hsdp_custom"]),
         ("auto", ["fsdp_custom"]),
-        ("ddp_custom", ["zero2_custom"]),
+        ("ddp_custom", ["zero2_custom", "pp_custom"]),
+        ("pp_custom", ["pp_custom", "fsdp_custom"]),
     ],
 )
 def test_resumes_under_any_strategy(ranks: Any, tmp_path: Path, writer: str, readers: list[str]) -> None:
@@ -168,7 +95,7 @@ class SizeOfAverage(Callback):
         self.average = average
 
     def on_train_end(self, *args: Any) -> None:
-        tensors = self.average._average.values()
+        tensors = self.average._average.tensors.values()
         self.local = sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors)
 
 
@@ -294,11 +221,19 @@ def fit_again(first: str, second: str, num_ranks: int) -> dict[str, Any]:
     module = CASES["bare_parameter"]("sgd")
     for name in (first, second):
         trainer = trainer_for("auto" if name == "reference" else name, num_ranks, callbacks=[average])
-        trainer.fit(module, loader(num_ranks, 3, "bare_parameter"))
+        trainer.fit(module, loader(readers_of(name, num_ranks), 3, "bare_parameter"))
     return {"average": average.full_state_dict(trainer), "weights": full_state_dict(trainer)}
 
 
-@pytest.mark.parametrize(("first", "second"), [("fsdp_custom", "ddp_custom"), ("zero1_custom", "zero2_custom")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("fsdp_custom", "ddp_custom"),
+        ("zero1_custom", "zero2_custom"),
+        ("pp_custom", "fsdp_custom"),
+        ("ddp_custom", "pp_custom"),
+    ],
+)
 def test_a_later_fit_goes_on(ranks: Any, first: str, second: str) -> None:
     reference = fit_again("reference", "reference", 1)
     found = ranks(2).run(fit_again, first, second, 2)[0]

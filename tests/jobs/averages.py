@@ -6,11 +6,16 @@ import copy
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_parallel import full_state_dict
+from lightning_parallel.callbacks import ExponentialMovingAverage
+from tests.data import loader
+from tests.models.cases import CASES
+from tests.parity import TOLERANCE, difference, trainer_for
 
 DECAY = 0.7
 """Small, so that an update that is missing or made twice shows."""
@@ -68,3 +73,86 @@ class Observer(Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.val_losses.append(trainer.callback_metrics["val_loss"].item())
+
+
+def readers_of(strategy: str, num_ranks: int) -> int:
+    """How many ranks read different samples."""
+    return 1 if "pp_custom" in strategy else num_ranks
+
+
+def train(
+    strategy: str, num_ranks: int, case: Any, accumulate: int = 1, reference: bool = False, **settings: int
+) -> dict[str, Any]:
+    """Six batches with validation after two and at the end; the same with the reference in place of the callback."""
+    L.seed_everything(3, verbose=False)
+    module = CASES[case]("adamw") if isinstance(case, str) else case()
+    name = case if isinstance(case, str) else "byte_gpt"
+    average: Any = PlainAverage(**settings) if reference else ExponentialMovingAverage(DECAY, **settings)
+    observer = Observer()
+    has_validation = not isinstance(module, CASES["gan"])
+    trainer = trainer_for(
+        strategy,
+        num_ranks,
+        callbacks=[average, observer],
+        accumulate_grad_batches=accumulate,
+        num_sanity_val_steps=0 if reference else 1,
+        val_check_interval=2 if has_validation else None,
+    )
+    readers = readers_of(strategy, num_ranks)
+    val = loader(readers, 2, name) if has_validation else None
+    trainer.fit(module, loader(readers, 6, name), val)
+    found = {
+        "average": average.full_state_dict(trainer),
+        "weights": full_state_dict(trainer),
+        "first": observer.first,
+        "val": average.val_losses if reference else observer.val_losses[1:],
+    }
+    if has_validation and not reference:
+        found["after"] = trainer.validate(module, val, verbose=False)[0]["val_loss"]
+        found["weights after"] = full_state_dict(trainer)
+    return found
+
+
+REFERENCES: dict[Any, dict[str, Any]] = {}
+
+
+def reference_of(case: Any, accumulate: int = 1, **settings: int) -> dict[str, Any]:
+    key = (case, accumulate, *sorted(settings.items()))
+    if key not in REFERENCES:
+        REFERENCES[key] = train("auto", 1, case, accumulate, True, **settings)
+    return REFERENCES[key]
+
+
+def assert_equal(found: dict[str, Any], reference: dict[str, Any]) -> None:
+    assert difference(found["average"], reference["average"]) <= TOLERANCE
+    assert difference(found["weights"], reference["weights"]) <= TOLERANCE
+    assert found["val"] == pytest.approx(reference["val"], abs=TOLERANCE)
+    assert difference(found["average"], found["weights"]) > 1e-3
+    assert difference(found["average"], found["first"]) > 1e-3
+
+
+def fit_until(
+    strategy: str, num_ranks: int, path: str, resumed: bool, make: Any = CASES["hf_gpt2"], sanity: int = -1
+) -> dict[str, Any]:
+    """Two epochs; a checkpoint after the first, or from it on with other first weights."""
+    L.seed_everything(11 if resumed else 3, verbose=False)
+    average, observer = ExponentialMovingAverage(DECAY), Observer()
+
+    class Save(Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(path)
+
+    trainer = trainer_for(
+        strategy,
+        num_ranks,
+        max_epochs=2,
+        num_sanity_val_steps=sanity if resumed else 0,
+        callbacks=[average, observer] if resumed else [average, observer, Save()],
+    )
+    ckpt_path = path if resumed else None
+    readers = readers_of(strategy, num_ranks)
+    trainer.fit(make("adamw"), *(loader(readers, n, "hf_gpt2") for n in (3, 2)), ckpt_path=ckpt_path)
+    whole, weights = average.full_state_dict(trainer), full_state_dict(trainer)
+    tested = trainer.test(make("adamw"), loader(readers, 2, "hf_gpt2"), ckpt_path=path, verbose=False)
+    return {"average": whole, "weights": weights, "val": observer.val_losses, "test": tested[0]["test_loss"]}

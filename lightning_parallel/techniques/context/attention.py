@@ -13,7 +13,14 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_parallel import _torch
 from lightning_parallel.techniques.context import ring, ulysses
-from lightning_parallel.techniques.context.cut_rules import CutRule, PartOfTables, is_count_of_part, positions_of_part
+from lightning_parallel.techniques.context.cut_rules import (
+    CutRule,
+    PartOfTables,
+    is_count_of_part,
+    positions_of_part,
+    positions_of_whole,
+    sizes_of_whole,
+)
 from lightning_parallel.techniques.context.sequences import Sequences
 
 ATTENTIONS: dict[str, Callable[..., Tensor]] = {"ulysses": ulysses.attend, "ring": ring.attend}
@@ -21,6 +28,7 @@ ATTENTIONS: dict[str, Callable[..., Tensor]] = {"ulysses": ulysses.attend, "ring
 
 _attention = functional.scaled_dot_product_attention
 _OF_TORCH = (_attention, functional.multi_head_attention_forward)
+_OF_PAIRS = (torch.zeros, Tensor.view)
 _WEIGHING = (functional.softmax, torch.softmax, Tensor.softmax)
 
 
@@ -79,9 +87,13 @@ class SplitAttention(TorchFunctionMode):
             # A mode is off while it handles a call, so it would not see the attention inside this one.
             with _torch.attention.attention_replaced(self._shared):
                 return func(*args, **(kwargs or {}))
-        if self.rule.counts and func is torch.arange and is_count_of_part(self._sequences, args, kwargs or {}):
+        is_counting = self.rule.counts or self.rule.pairs
+        if is_counting and func is torch.arange and is_count_of_part(self._sequences, args, kwargs or {}):
             self.counted += 1
-            return positions_of_part(self._sequences, args, kwargs or {})
+            positions = positions_of_whole if self.rule.pairs else positions_of_part
+            return positions(self._sequences, args, kwargs or {})
+        if self.rule.pairs and func in _OF_PAIRS:
+            args = sizes_of_whole(self._sequences, func, args)
         return func(*args, **(kwargs or {}))
 
     # Not compiled: there is only one kernel between exchanges to gain from, and queries, keys and values differ in

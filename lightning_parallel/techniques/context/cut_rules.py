@@ -7,6 +7,7 @@ than on whole sequences, other rules are tried. A rule is only used after a comp
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -28,6 +29,9 @@ class CutRule:
         rows: Where several dimensions are as long as the sequence, the first is split.
         buffers: Buffers of the layer that are as long as the sequence, or longer, are split.
         counts: Positions that the layer makes with `torch.arange`, up to its length, are those of the part.
+        pairs: They are those of the whole, and what the layer makes for pairs of positions (the relative bias of T5) is
+            of whole sequences, as masks are: `torch.zeros`, views, and arguments with more dimensions than hidden
+            states.
     """
 
     tables: bool = False
@@ -35,6 +39,7 @@ class CutRule:
     rows: bool = False
     buffers: bool = False
     counts: bool = False
+    pairs: bool = False
 
 
 USUAL = CutRule()
@@ -80,6 +85,8 @@ def cut_argument(name: str, value: Any, *, rule: CutRule, sequences: Sequences, 
     """
     if not isinstance(value, Tensor):
         return value
+    if rule.pairs and value.ndim > hidden.ndim:
+        return sequences.share(value)
     if ("mask" in name and "padding" not in name) or (rule.vectors and _is_of_samples(value, hidden, sequences.dim)):
         dims = []
     elif value.ndim == hidden.ndim and value.shape[-1] == hidden.shape[-1] and value.is_floating_point():
@@ -163,8 +170,38 @@ def positions_of_part(sequences: Sequences, args: Any, kwargs: dict[str, Any]) -
         args: Arguments of `torch.arange`.
         kwargs: Those by name.
     """
+    return sequences.cut(positions_of_whole(sequences, args, kwargs), 0)
+
+
+def positions_of_whole(sequences: Sequences, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """Positions of the whole sequence, `[length]`, in place of those that `torch.arange` counts.
+
+    Args:
+        sequences: The ranks, and the lengths of parts.
+        args: Arguments of `torch.arange`.
+        kwargs: Those by name.
+    """
     rest = {name: value for name, value in kwargs.items() if name not in _BOUNDS}
-    return sequences.cut(torch.arange(sequences.whole_length(_bounds(args, kwargs)[-1]), **rest), 0)
+    return torch.arange(sequences.whole_length(_bounds(args, kwargs)[-1]), **rest)
+
+
+def sizes_of_whole(sequences: Sequences, func: Any, args: Any) -> Any:
+    """Arguments of `torch.zeros` and `Tensor.view` with the sizes of whole sequences, where they are of pairs of parts.
+
+    Args:
+        sequences: The ranks, and the lengths of parts.
+        func: The function.
+        args: Its arguments.
+    """
+    start = 0 if func is torch.zeros else 1
+    own, is_together = args[start:], len(args) > start and not isinstance(args[start], int)
+    sizes = list(own[0] if is_together else own)
+    if len(sizes) < 2 or not all(isinstance(size, int) and sequences.is_part(size) for size in sizes[-2:]):
+        return args
+    whole = [*sizes[:-2], *map(sequences.whole_length, sizes[-2:])]
+    if start and args[0].numel() != math.prod(whole):
+        return args
+    return (*args[:start], tuple(whole)) if is_together else (*args[:start], *whole)
 
 
 _BOUNDS = ("start", "end", "step")

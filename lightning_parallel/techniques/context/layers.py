@@ -286,7 +286,7 @@ class _Part:
             runs.clear()
             # Where the layer counts positions: those that it has kept may be another part's in the next step.
             run = functools.partial(self._run_split, layer, forward, rule, runs)
-            found = check.run_split(run, times=2 if rule.counts else 1)
+            found = check.run_split(run, times=2 if rule.counts or rule.pairs else 1)
             if not found:
                 return Verified(rule, runs[-1].counted)
             violations.setdefault(rule, found)
