@@ -207,12 +207,7 @@ def forget_sharding(module: nn.Module) -> None:
 
 
 def gather_around(
-    holder: Any,
-    method: str,
-    unit: nn.Module,
-    *,
-    takes_batch: bool = False,
-    keeps_writes: bool = False,
+    holder: Any, method: str, unit: nn.Module, *, takes_batch: bool = False, keeps_writes: bool = False
 ) -> None:
     """Gather the parameters of `unit` while ``holder.method`` runs.
 
@@ -247,10 +242,7 @@ def gather_around(
         changed = [g._version for _, g in gathered_parameters(unit)] != versions
         result = state._post_forward(unit, args, result)
         if state._is_root and not takes_batch:
-            # It is no step, after which torch leaves some units as they are: hooks look at shards.
-            for inner in module.modules():
-                if isinstance(inner, FSDPModule):
-                    inner.reshard()
+            _reshard_all(module)  # it is no step, after which torch leaves some units as they are: hooks see shards
         if changed and not keeps_writes:
             raise RuntimeError(
                 f"{method} writes into parameters while they are gathered, and the change would be lost. Write in a "
@@ -259,6 +251,12 @@ def gather_around(
         return result
 
     vars(holder)[method] = gathered  # past the `__setattr__` of compiled modules, which hand it on
+
+
+def _reshard_all(module: nn.Module) -> None:
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            inner.reshard()
 
 
 CAN_REDUCE_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
