@@ -7,9 +7,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from lightning_parallel.module import layer_stacks
 from tests.data import batches
+from tests.jobs.fits import note_of
 from tests.models import called_parts as parts
 from tests.names import num_readers
 from tests.parity import TOLERANCE, Outcome, is_moving, once, train_module, worst
@@ -102,3 +104,19 @@ def test_the_message_names_the_value_that_helps(ranks: Any, make: Any, strategy:
     expected = once(trained, make, "auto", 1)
     given = f"{strategy}:{','.join(values).replace(chr(39), '')}"
     assert worst(ranks(2).run(trained, make, given, 2)[0], expected) <= TOLERANCE
+
+
+class GradientInHook(parts.CallsParts):
+    """Asks for gradients of parameters by themselves."""
+
+    def on_train_epoch_end(self) -> None:
+        with torch.enable_grad():
+            torch.autograd.grad(self.model(torch.zeros(1, 4, dtype=torch.long))[1].sum(), list(self.parameters()))
+
+
+def test_gradients_of_shards_are_in_no_graph(ranks: Any) -> None:
+    assert (
+        "Call backward and read .grad, or use zero1_custom"
+        in ranks(2).run(note_of, GradientInHook, "fsdp_custom", 2)[0]
+    )
+    assert ranks(2).run(note_of, GradientInHook, "zero1_custom", 2)[0] == ""
