@@ -28,7 +28,12 @@ def set_connector(trainer: Trainer, connector: Any) -> None:
     trainer._signal_connector = connector
 
 
-def set_end_of_step(trainer: Trainer, called: Callable[[], None] | None) -> None:
+def set_end_of_step(
+    trainer: Trainer,
+    called: Callable[[], None] | None,
+    meet: Callable[[], None] = lambda: None,
+    meet_all: Callable[[], None] = lambda: None,
+) -> None:
     """Let `trainer` call `called` behind each training step after which a run can be resumed without a loss.
 
     That is after the validation that belongs to a step, not within an accumulation window, and after the end of an
@@ -39,6 +44,8 @@ def set_end_of_step(trainer: Trainer, called: Callable[[], None] | None) -> None
     Args:
         trainer: The trainer.
         called: Without arguments; ``None`` undoes it.
+        meet: Called behind each batch, before the validation that belongs to it and after it.
+        meet_all: Called at the end of each epoch, before its hooks and after them.
     """
     loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop
     for each, name in ((loop, "on_advance_end"), (loop, "_broadcast_sigterm_tensor"), (epochs, "on_advance_end")):
@@ -48,9 +55,18 @@ def set_end_of_step(trainer: Trainer, called: Callable[[], None] | None) -> None
         def is_between() -> bool:
             return not (loop._is_training_done or loop._should_accumulate())
 
-        vars(loop)["on_advance_end"] = _followed(loop.on_advance_end, called, is_between)
-        vars(epochs)["on_advance_end"] = _followed(epochs.on_advance_end, called, lambda: True)
+        vars(loop)["on_advance_end"] = _followed(_between(meet, loop.on_advance_end), called, is_between)
+        vars(epochs)["on_advance_end"] = _followed(_between(meet_all, epochs.on_advance_end), called, lambda: True)
         vars(loop)["_broadcast_sigterm_tensor"] = lambda: None
+
+
+def _between(meet: Callable[[], None], run: Callable[..., None]) -> Callable[..., None]:
+    def between(*args: Any) -> None:
+        meet()
+        run(*args)
+        meet()
+
+    return between
 
 
 def _followed(first: Callable[..., None], then: Callable[[], None], is_time: Callable[[], bool]) -> Callable[..., None]:

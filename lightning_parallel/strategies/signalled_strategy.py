@@ -9,10 +9,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_parallel import _lightning, _torch
+from lightning_parallel.ranks.mesh import build_host_group
 from lightning_parallel.strategies.exception_saves import ExceptionSaves
 from lightning_parallel.strategies.hangs import HangWatch
 from lightning_parallel.strategies.saving_strategy import SavingStrategy
-from lightning_parallel.strategies.stops import RunSignals, StopAgreement, save_last
+from lightning_parallel.strategies.stops import RunSignals, StopAgreement, StopWishes, save_last
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -22,6 +23,7 @@ class SignalledStrategy(SavingStrategy):
     """Takes SIGTERM, and the signal of SLURM before a time limit, in Lightning's place."""
 
     _stops: StopAgreement | None = None
+    _wishes: StopWishes | None = None
     _stopping: Trainer | None = None
     _exception_saves: ExceptionSaves | None = None
     _hangs: HangWatch | None = None
@@ -45,14 +47,19 @@ class SignalledStrategy(SavingStrategy):
         if is_fitting:
             store = None if self.world_size == 1 else _torch.groups.connected_store()
             ranks = self.global_rank, self.world_size
-            self._stops = StopAgreement(self._failures.key, *ranks, store, lambda: self._failures.has_heard)
+            key, has_failed = self._failures.key, lambda: self._failures.has_heard
+            self._stops = StopAgreement(f"{key}/signal", *ranks, store, has_failed)
+            if store is not None:
+                stops = StopAgreement(f"{key}/stop", *ranks, store, has_failed)
+                self._wishes = StopWishes(trainer, stops, build_host_group(self.root_device.type))
             self._stopping = trainer
             if store is not None:
                 self._exception_saves = ExceptionSaves(trainer, self._failures.key, *ranks, store, self.place_in_step)
         signals = RunSignals(trainer, self._stops if is_fitting else None)
         _lightning.signals.set_connector(trainer, signals)
         if is_fitting:
-            _lightning.signals.set_end_of_step(trainer, signals.end_step)
+            meet = () if self._wishes is None else (self._wishes.meet, self._wishes.meet_all)
+            _lightning.signals.set_end_of_step(trainer, signals.end_step, *meet)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -80,6 +87,9 @@ class SignalledStrategy(SavingStrategy):
         if self._stops is not None:
             self._stops.close()
             self._stops = None
+        if self._wishes is not None:
+            self._wishes.close()
+            self._wishes = None
         if self._stopping is not None:
             _lightning.signals.set_end_of_step(self._stopping, None)
             self._stopping = None

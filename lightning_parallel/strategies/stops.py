@@ -18,11 +18,14 @@ from typing_extensions import override
 
 from lightning_parallel import _lightning
 from lightning_parallel.errors import CheckpointError
+from lightning_parallel.ranks.lock_step import said_by_all
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from lightning.pytorch import Trainer
 
+STOP = -1
+"""The wish of a rank that training ends, in the place of a signal."""
 POLL = 1.0
 """Seconds between two looks for signals to other ranks."""
 _SOON = 0.02
@@ -38,15 +41,16 @@ class _Decision:
 
 
 class StopAgreement:
-    """Lets all ranks of a fit heed a signal behind the same step.
+    """Lets all ranks of a fit heed a signal, or the wish of a rank to end, behind the same step.
 
     A thread of each rank hears of signals, promises that its rank begins no further step before all have answered, and
     says which step runs there now. The last of these steps is the one behind which all heed the signal: none is
     beyond it. Threads answer while the rank itself waits in a collective, so that a rank that keeps its promise is
-    never one that others wait for. Between signals a step costs the comparison of two numbers.
+    never one that others wait for. Between signals a step costs the comparison of two numbers. A rank that asks at the
+    end of a step has begun no other: if all ask there, it is the last one.
 
     Args:
-        key: Beginning of the names under which ranks of this run tell each other.
+        key: Beginning of the names under which ranks of this run tell each other what they ask for.
         rank: This one.
         size: The number of ranks.
         store: What they tell each other in; ``None`` for a single rank.
@@ -56,11 +60,12 @@ class StopAgreement:
     def __init__(
         self, key: str, rank: int, size: int, store: dist.Store | None, is_failing: Callable[[], bool]
     ) -> None:
-        self._key, self._rank, self._size, self._is_failing = f"{key}/signal", rank, size, is_failing
+        self._key, self._rank, self._size, self._is_failing = key, rank, size, is_failing
         # The queue that a handler may put something into; `None` wakes the thread at the end.
         self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._num_ended = self._round = 0
         self._promised: int | None = None
+        self._wish: int | None = None
         self._decision: _Decision | None = None
         self._has_changed = threading.Condition()
         self._is_over = threading.Event()
@@ -75,18 +80,37 @@ class StopAgreement:
         """Ask all ranks to heed `signum`; may be called from the handler of a signal."""
         self._asked.put(signum)
 
-    def end_step(self) -> int | None:
-        """Count a step that has ended; returns the signal that is to be heeded now, if there is one."""
+    def end_step(self, wish: int | None = None) -> int | None:
+        """Count a step that has ended.
+
+        Args:
+            wish: What this rank asks for here, before it begins another step; ``None`` for nothing.
+
+        Returns:
+            The signal, or wish of some rank, that is to be heeded now, if there is one.
+        """
         with self._has_changed:
             self._num_ended += 1
-            while self._promised is not None and self._num_ended >= self._promised and self._decision is None:
+            self._wish = wish
+            if wish is not None:
+                self._asked.put(wish)
+            while self._is_bound and self._decision is None:
                 self._has_changed.wait()
-            decision = self._decision
-            if decision is None or self._num_ended < decision.step:
+            self._wish, decision = None, self._decision
+            if decision is None:
+                return wish  # nobody else has another step to begin
+            if self._num_ended < decision.step:
                 return None
             self._promised = self._decision = None
             self._has_changed.notify_all()
             return decision.signum
+
+    @property
+    def _is_bound(self) -> bool:
+        """Whether this rank may not begin another step before all have answered."""
+        if self._is_over.is_set():
+            return False
+        return self._wish is not None or (self._promised is not None and self._num_ended >= self._promised)
 
     def close(self) -> None:
         """Heed no more signals: the last step has ended, or the run has failed."""
@@ -101,7 +125,8 @@ class StopAgreement:
             while not self._is_over.is_set():
                 with contextlib.suppress(queue.Empty):
                     asked = self._asked.get(timeout=POLL)
-                    if asked is not None:
+                    # Another rank's wish of the same step may have been heeded meanwhile.
+                    if asked is not None and (asked != STOP or self._wish is not None):
                         self._agree(store, asked)
                     continue
                 if store is not None and not self._is_failing() and store.check([self._name("asked")]):
@@ -120,7 +145,7 @@ class StopAgreement:
             asked = int(store.get(self._name("asked")))
         assert asked is not None
         with self._has_changed:
-            self._promised = last = self._num_ended + 1
+            self._promised = last = self._num_ended + (self._wish is None)
         if store is not None:
             store.set(self._name(self._rank), str(last))
             names = [self._name(rank) for rank in range(self._size)]
@@ -136,7 +161,7 @@ class StopAgreement:
         with self._has_changed:
             self._decision = decision
             if decision is None:
-                self._promised = None
+                self._promised = self._wish = None
             self._has_changed.notify_all()
             while self._decision is not None and not self._is_over.is_set():
                 self._has_changed.wait(POLL)
@@ -189,6 +214,45 @@ class RunSignals(_lightning.signals.SignalConnector):
             raise SIGTERMException
         if signum is not None:
             super()._slurm_sigusr_handler_fn(signum, None)  # type: ignore[arg-type]
+
+
+class StopWishes:
+    """Ends training on all ranks behind the same batch, where some have set `trainer.should_stop` and others have not.
+
+    A rank that decides by its own clock or loss would end alone, and the others would wait for it for ever.
+
+    Args:
+        trainer: Of the fit.
+        stops: An agreement for this alone.
+        group: All ranks, for host memory.
+    """
+
+    def __init__(self, trainer: Trainer, stops: StopAgreement, group: dist.ProcessGroup) -> None:
+        self._trainer, self._stops, self._group = trainer, stops, group
+        self._has_agreed = self._waits = False
+
+    def meet(self) -> None:
+        """Let all ranks stop behind a batch, or none. It costs something only where a rank wants to."""
+        wants = self._trainer.should_stop
+        if wants and self._has_agreed:
+            return  # till the least number of epochs is done
+        heeded = self._stops.end_step(STOP if wants else None) is not None
+        self._waits = (self._waits or wants) and not heeded
+        self._agree(heeded, wants)
+
+    def meet_all(self) -> None:
+        """Let all ranks stop at the end of an epoch, or none. A collective."""
+        wants = self._trainer.should_stop or self._waits
+        self._agree(any(said_by_all(int(wants), self._group)), wants)
+
+    def _agree(self, stops: bool, wants: bool) -> None:
+        self._trainer.should_stop = self._has_agreed = stops
+        if stops and not wants:
+            rank_zero_info("another rank has set trainer.should_stop: training ends on all ranks behind this batch")
+
+    def close(self) -> None:
+        """Ask nobody any more."""
+        self._stops.close()
 
 
 def save_last(trainer: Trainer) -> None:
