@@ -14,6 +14,8 @@ from lightning_parallel.ranks.objects import of_all_ranks
 
 _LOOKS = (1, 4)
 """Steps behind which ranks are compared: some buffers are written first when others are full."""
+_LARGEST = 1 << 24
+"""Elements of a buffer that is looked at; larger ones are tables and masks, of which a sum would take much memory."""
 _TOLERANCE = 1e-5
 """The relative difference of sums that rounding does not explain."""
 
@@ -58,7 +60,9 @@ def _sums(module: nn.Module) -> dict[str, tuple[float, float]]:
 
 
 def _is_plain(buffer: Tensor) -> bool:
-    return not (buffer.is_meta or buffer.is_complex() or isinstance(buffer, DTensor) or buffer.layout != torch.strided)
+    if buffer.is_meta or buffer.is_complex() or isinstance(buffer, DTensor) or buffer.layout != torch.strided:
+        return False
+    return buffer.numel() <= _LARGEST
 
 
 def _differing(of_ranks: list[dict[str, tuple[float, float]]]) -> list[str]:
