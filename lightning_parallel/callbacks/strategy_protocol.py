@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_parallel.errors import check
 from lightning_parallel.policies import Policies
@@ -124,6 +125,19 @@ def splits_layers(trainer: Trainer) -> bool:
     """Whether ranks have parts of each layer, and the whole of what is around the layers."""
     strategy = trainer.strategy
     return isinstance(strategy, PlansModules) and (strategy.degrees.context != 1 or strategy.degrees.tensor != 1)
+
+
+def waiting_phases(trainer: Trainer) -> frozenset[str] | None:
+    """Phases of a step in which ranks wait for each other; ``None`` where stages of a pipeline differ by nature."""
+    strategy = trainer.strategy
+    if cuts_batches(trainer):
+        return None
+    if isinstance(strategy, PlansModules):
+        degrees = strategy.degrees
+        is_whole = (degrees.shard, degrees.context, degrees.tensor) == (1, 1, 1)
+    else:
+        is_whole = isinstance(strategy, DDPStrategy)
+    return frozenset({"backward", "checkpoint"} if is_whole else {"forward", "backward", "checkpoint"})
 
 
 def recompute_of(trainer: Trainer) -> Recompute:
