@@ -49,19 +49,14 @@ class PhaseWindow:
 
 
 def shares(rows: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, float]:
-    """Phase -> its share of a step, in the mean over ranks; they add up to 1.
+    """Phase -> its share of the time of all ranks; they add up to 1.
 
     Args:
         rows: Of each rank, the seconds of an update in each phase.
         names: The phases.
     """
-    totals = [sum(row) for row in rows]
-    counted = [(row, total) for row, total in zip(rows, totals, strict=True) if total > 0]
-    return {
-        name: statistics.fmean(row[place] / total for row, total in counted)
-        for place, name in enumerate(names)
-        if counted
-    }
+    total = sum(map(sum, rows))
+    return {name: sum(row[place] for row in rows) / total for place, name in enumerate(names) if total > 0}
 
 
 @dataclass(frozen=True)

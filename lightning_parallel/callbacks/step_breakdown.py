@@ -29,7 +29,7 @@ _GIB = 2**30
 class StepBreakdown(Callback):
     """Log the share of a step in which ranks wait for data, copy it, run forward and backward, and update; and memory.
 
-    Shares, with ``breakdown/`` before them, are means over ranks and add up to 1: ``data``, ``copy``, ``forward``,
+    Shares of the time of all ranks, with ``breakdown/`` before them, add up to 1: ``data``, ``copy``, ``forward``,
     ``backward`` (under a pipeline, which runs them in turns, ``forward_backward``), ``optimizer``, ``checkpoint``, and
     ``other``: hooks, loggers and other callbacks. ``step_seconds`` is what they are shares of. Validation is none of
     it, and the first update is left out.
@@ -95,17 +95,17 @@ class StepBreakdown(Callback):
             self._window.add(stretch)
         if not _lightning.is_accumulating(trainer):
             self._window.steps += self._is_timed
+            self._window.at = _lightning.logs.logged_step(trainer)
             self._is_timed = True
         for window in (*self._closed, self._window):
             window.read()
         if self._window.steps >= self._every:
             self._phases.pause()
-            self._close(trainer)
+            self._close()
             self._log_closed(trainer, self._num_open)
             self._phases.resume()
 
-    def _close(self, trainer: Trainer) -> None:
-        self._window.at = _lightning.logs.logged_step(trainer)
+    def _close(self) -> None:
         self._closed.append(self._window)
         self._window = PhaseWindow()
 
@@ -150,7 +150,7 @@ class StepBreakdown(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._window.steps:
-            self._close(trainer)
+            self._close()
         self._log_closed(trainer, 0)
         self._give_back(trainer)
 

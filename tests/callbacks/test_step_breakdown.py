@@ -1,0 +1,332 @@
+"""`StepBreakdown`: made-up slow parts are found in their phases, and a made-up slow rank is named."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.profilers import SimpleProfiler
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+
+from lightning_parallel import ConfigurationError
+from lightning_parallel.callbacks import StepBreakdown, Throughput, step_breakdown
+from lightning_parallel.callbacks.breakdown_windows import straggler
+from lightning_parallel.callbacks.step_clock import HostClock
+from lightning_parallel.callbacks.step_phases import JOINED, StepPhases
+from tests.data import data_of, loader
+from tests.jobs.meters import Noted
+from tests.models.cases import ByteGPT
+from tests.names import num_readers
+from tests.parity import trainer_for
+
+SLOW = {"data": 1.0, "copy": 2.0, "forward": 4.0, "backward": 8.0, "optimizer": 16.0, "checkpoint": 32.0}
+"""Seconds that each phase of `Slow` takes."""
+
+
+class Ticks(HostClock):
+    """A clock that goes on by hand, so that a busy machine changes nothing."""
+
+    now = 0.0
+
+    def mark(self) -> float:
+        return Ticks.now
+
+
+def spend(seconds: float) -> None:
+    Ticks.now += seconds
+
+
+class _Long(torch.autograd.Function):
+    """Takes long in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        spend(SLOW["backward"])
+        return grad
+
+
+class SlowSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        spend(SLOW["optimizer"])
+        return loss
+
+
+class Slow(ByteGPT):
+    """Takes long in the copy, forward, backward and the optimizer."""
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        spend(SLOW["copy"])
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        spend(SLOW["forward"])
+        return _Long.apply(super().training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return SlowSGD(self.parameters(), lr=0.1)
+
+
+class SlowManual(Slow):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def slow_collate(samples: Any) -> Any:
+    spend(SLOW["data"])
+    return default_collate(samples)
+
+
+class Save(L.Callback):
+    """Writes a checkpoint after each batch, and takes some time beside it."""
+
+    def on_save_checkpoint(self, *args: Any) -> None:
+        spend(SLOW["checkpoint"])
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        spend(64)
+        trainer.save_checkpoint("slow.ckpt")
+
+
+def broken_down(strategy: str, size: int, make: Any = Slow, microsteps: int = 1) -> dict[str, float]:
+    """Seconds of each phase in three updates of a slow module, of which the last two are timed."""
+    L.seed_everything(3, verbose=False)
+    readers = 1 if strategy == "auto" else num_readers(strategy, size)
+    data = DataLoader(data_of("byte_gpt", 3 * microsteps * 8 * readers, 8), batch_size=8, collate_fn=slow_collate)
+    meter = StepBreakdown(every=2)
+    with mock.patch.object(step_breakdown, "build_clock", return_value=Ticks()):
+        trainer_for(strategy, size, callbacks=[meter], accumulate_grad_batches=microsteps).fit(make(), data)
+    found = {name.removeprefix("breakdown/"): value for name, value in meter.latest.items() if "breakdown" in name}
+    seconds = found.pop("step_seconds")
+    assert sum(found.values()) == pytest.approx(1)
+    return {name: pytest.approx(share * seconds) for name, share in found.items()}
+
+
+CASES = [
+    ("auto", 1, Slow, 1),
+    ("auto", 1, SlowManual, 1),
+    ("auto", 1, Slow, 2),
+    ("ddp_custom", 2, Slow, 1),
+    ("ddp_custom", 2, SlowManual, 1),
+    ("fsdp_custom", 2, Slow, 2),
+    ("pp_custom", 2, Slow, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "make", "microsteps"), CASES)
+def test_slow_parts_are_found_in_their_phases(ranks: Any, name: str, size: int, make: Any, microsteps: int) -> None:
+    if size == 1:
+        results = [broken_down(name, 1, make, microsteps)]
+    else:
+        results = ranks(size).run(broken_down, name, size, make, microsteps)
+    expected = {phase: seconds * (1 if phase == "optimizer" else microsteps) for phase, seconds in SLOW.items()}
+    expected |= {"checkpoint": 0.0, "other": 0.0}
+    if name == "pp_custom":
+        # Each of two ranks runs four microbatches, and one of them goes backward through their losses.
+        expected[JOINED] = 4 * (expected.pop("forward") + expected.pop("backward") / 2)
+    assert results == [expected] * size
+
+
+def test_checkpoints_and_other_callbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(step_breakdown, "build_clock", lambda device: Ticks())
+    meter = StepBreakdown(every=2)
+    trainer_for("auto", 1, callbacks=[meter, Save()]).fit(ByteGPT(), loader(1, 5))
+    assert meter.latest["breakdown/step_seconds"] == pytest.approx(96)
+    assert meter.latest["breakdown/checkpoint"] == pytest.approx(1 / 3)
+    assert meter.latest["breakdown/other"] == pytest.approx(2 / 3)
+
+
+class OneIsSlow(ByteGPT):
+    """Each step takes some time, and on rank 1 more."""
+
+    more = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        spend(10 + self.more * dist.get_rank())
+        return super().training_step(batch, batch_idx)
+
+
+class OneComputesLong(OneIsSlow):
+    more = 3
+
+
+def one_reads_long(samples: Any) -> Any:
+    spend(3 * dist.get_rank())
+    return default_collate(samples)
+
+
+def named_ranks(strategy: str, make: Any, collate: Any = None) -> list[str]:
+    """What was said on this rank about slow ones."""
+    L.seed_everything(3, verbose=False)
+    said: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger, keep = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Keep()
+    level = logger.level
+    logger.addHandler(keep)
+    logger.setLevel(logging.INFO)
+    try:
+        readers = num_readers(strategy, 2)
+        data = DataLoader(data_of("byte_gpt", 5 * 8 * readers, 8), batch_size=8, collate_fn=collate)
+        with mock.patch.object(step_breakdown, "build_clock", return_value=Ticks()):
+            trainer_for(strategy, 2, callbacks=[StepBreakdown(every=1)]).fit(make(), data)
+    finally:
+        logger.removeHandler(keep)
+        logger.setLevel(level)
+    return [each for each in said if "is slow" in each]
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "collate", "phase"),
+    [
+        ("ddp_custom", OneComputesLong, None, "forward"),
+        ("fsdp_custom", OneIsSlow, one_reads_long, "data"),
+        ("fsdp_custom", OneComputesLong, None, None),  # ranks wait in forward for each other, so that nobody is named
+        ("ddp_custom", OneIsSlow, None, None),
+        ("pp_custom", OneIsSlow, None, None),
+    ],
+)
+def test_the_slow_rank_is_named(ranks: Any, name: str, make: Any, collate: Any, phase: str | None) -> None:
+    said, by_others = ranks(2).run(named_ranks, name, make, collate)
+    assert by_others == []
+    if phase is None:
+        assert said == []
+    else:
+        by_itself, median = ("1.3e+04", "1e+04") if phase == "forward" else ("3e+03", "0")
+        assert said == [
+            f"StepBreakdown: rank 1 is slow: by itself it takes {by_itself} ms of a step, and ranks in the median "
+            f"{median} ms; most of the difference is in {phase}"
+        ]
+
+
+def test_who_is_a_straggler() -> None:
+    usual = {"data": 0.01, "forward": 0.1, "backward": 0.2}
+    slow, waiting = {**usual, "forward": 0.14}, ("backward",)
+    assert straggler([usual, usual, slow, usual], waiting, 0.2).rank == 2
+    assert straggler([usual, slow], waiting, 0.2).phase == "forward"
+    assert straggler([usual, slow], ("backward", "forward"), 0.2) is None
+    assert straggler([usual, slow], waiting, 0.5) is None
+    assert straggler([{"data": 0.001, "backward": 1.0}, {"data": 0.002, "backward": 1.0}], waiting, 0.2) is None
+
+
+def test_phases_inside_of_each_other() -> None:
+    phases = StepPhases(Ticks(), joins=False)
+    phases.begin("optimizer")
+    spend(1)
+    phases.begin("forward")
+    spend(2)
+    phases.begin("data")
+    spend(4)
+    phases.end("data")
+    phases.end("forward")
+    phases.begin("backward")
+    phases.begin("backward")  # an error leaves it
+    spend(8)
+    phases.pause()
+    phases.begin("data")
+    spend(16)
+    phases.end("data")
+    phases.resume()
+    phases.end("optimizer")
+    spend(32)
+    phases.begin("copy")
+    phases.end_all()
+    spend(64)
+    assert phases.cut().seconds() == {"optimizer": 1, "forward": 2, "data": 4, "backward": 8, "copy": 0, "other": 96}
+    spend(1)
+    assert phases.cut().seconds() == {"other": 1}
+
+
+class Behind(HostClock):
+    """A device that is three marks behind its host."""
+
+    runs_behind = True
+
+    def __init__(self) -> None:
+        self.num_marks, self.is_waited_for = 0, 0
+
+    def mark(self) -> Any:
+        self.num_marks += 1
+        return self.num_marks
+
+    def is_over(self, mark: Any) -> bool:
+        return bool(mark <= self.num_marks - 3)
+
+    def wait(self, mark: Any) -> None:
+        self.is_waited_for += not self.is_over(mark)
+
+
+def test_nothing_waits_for_a_device_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, logger = Behind(), Noted("breakdown/")
+    monkeypatch.setattr(step_breakdown, "build_clock", lambda device: clock)
+
+    class Watch(L.Callback):
+        def on_train_end(self, *args: Any) -> None:
+            assert clock.is_waited_for == 0
+
+    trainer_for("auto", 1, callbacks=[Watch(), StepBreakdown(every=2)], logger=logger).fit(ByteGPT(), loader(1, 6))
+    assert clock.is_waited_for > 0
+    assert [step for step, _ in logger.rows] == [2, 4, 5]
+
+
+class ValidatesLong(ByteGPT):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.3)
+
+
+class Fails(ByteGPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            raise RuntimeError("as asked")
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_users_profiler_works_and_is_given_back(capsys: pytest.CaptureFixture[str]) -> None:
+    own = SimpleProfiler()
+    meters = [StepBreakdown(every=2), Throughput(every=2), StepBreakdown(every=3)]
+    trainer = trainer_for("auto", 1, callbacks=meters, profiler=own, val_check_interval=2)
+
+    def heard(module: L.LightningModule) -> None:
+        assert module.trainer.profiler.recorded_durations is own.recorded_durations
+
+    module = ValidatesLong()
+    module.on_train_epoch_end = lambda: heard(module)  # type: ignore[method-assign]
+    trainer.fit(module, loader(1, 8), loader(1, 1))
+    assert trainer.profiler is own
+    assert len(own.recorded_durations["[Strategy]SingleDeviceStrategy.training_step"]) == 8
+    assert meters[0].latest["breakdown/step_seconds"] < 0.15  # validation is none of it
+    assert meters[0].latest["memory/peak_gib"] > 0.01
+    trainer = trainer_for("auto", 1, callbacks=[StepBreakdown()], profiler=own)
+    with pytest.raises(RuntimeError, match="as asked"):
+        trainer.fit(Fails(), loader(1, 4))
+    assert trainer.profiler is own
+
+
+def test_arguments() -> None:
+    with pytest.raises(ConfigurationError, match=r"every=0\) is no number of updates") as caught:
+        StepBreakdown(every=0, slower=-0.1)
+    assert len(caught.value.violations) == 2
