@@ -1,4 +1,4 @@
-"""Seconds of phases between two logs, on every rank, and what they say: shares of a step, and a rank that is slow."""
+"""Seconds of phases between two logs, on every rank, and the rank that is slow."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ class PhaseWindow:
     Args:
         at: The step under which they are logged.
         steps: The updates.
+        samples: On which this rank has trained.
     """
 
     at: int = 0
     steps: int = 0
+    samples: float = 0.0
     _seconds: dict[str, float] = field(default_factory=dict)
     _stretches: deque[Phases] = field(default_factory=deque)
 
-    def add(self, stretch: Phases) -> None:
-        """Add the time of a microstep."""
+    def add(self, stretch: Phases, samples: float) -> None:
+        """Add a microstep: its time, and its samples."""
         self._stretches.append(stretch)
+        self.samples += samples
 
     def read(self, *, waits: bool = False) -> None:
         """Read the time that is over.
@@ -46,17 +49,6 @@ class PhaseWindow:
         """Seconds of an update in each of the phases `names`; waits for the device where it is not done."""
         self.read(waits=True)
         return [self._seconds.get(name, 0.0) / max(1, self.steps) for name in names]
-
-
-def shares(rows: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, float]:
-    """Phase -> its share of the time of all ranks; they add up to 1.
-
-    Args:
-        rows: Of each rank, the seconds of an update in each phase.
-        names: The phases.
-    """
-    total = sum(map(sum, rows))
-    return {name: sum(row[place] for row in rows) / total for place, name in enumerate(names) if total > 0}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
@@ -11,7 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parallel import _lightning
-from lightning_parallel.callbacks.breakdown_windows import PhaseWindow, shares, straggler
+from lightning_parallel.callbacks.batch_geometry import num_samples
+from lightning_parallel.callbacks.breakdown_windows import PhaseWindow, straggler
+from lightning_parallel.callbacks.fit_summary import GIB, Fit, FitTotals, last_checkpoint
 from lightning_parallel.callbacks.meter_log import MeterLog
 from lightning_parallel.callbacks.meter_windows import MeteredRanks
 from lightning_parallel.callbacks.step_clock import build_clock
@@ -22,8 +25,6 @@ from lightning_parallel.ranks.memory import MemoryUse
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-_GIB = 2**30
 
 
 class StepBreakdown(Callback):
@@ -37,6 +38,9 @@ class StepBreakdown(Callback):
     Ranks wait for each other, so that all steps take as long as those of the slowest rank. It is named in a line where
     it is slower by itself, in time in which it does not wait: of all but backward where each rank has the whole module,
     and of all but forward and backward where ranks gather it. Under a pipeline nobody is named.
+
+    At the end of `fit`, five lines have its time, samples a second, memory, shares over all of it, and the path of the
+    best or last checkpoint.
 
     Nothing waits for the device: on an accelerator, times are those between events, and values are logged one window
     later, under the step to which they belong.
@@ -61,6 +65,11 @@ class StepBreakdown(Callback):
         self._every, self._slower = every, slower
         self._log = MeterLog("StepBreakdown")
         self._actions: TimedActions | None = None
+        self._num_updates = 0
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began, self._num_updates = time.perf_counter(), 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -71,6 +80,7 @@ class StepBreakdown(Callback):
         self._num_open = 1 if clock.runs_behind else 0
         self._phases = StepPhases(clock, joins=cuts_batches(trainer))
         self._window, self._closed, self._is_timed = PhaseWindow(), list[PhaseWindow](), False
+        self._totals = FitTotals()
         self._named: set[tuple[int, str]] = set()
         self._actions = TimedActions(trainer, self._phases)
 
@@ -92,8 +102,9 @@ class StepBreakdown(Callback):
     ) -> None:
         stretch = self._phases.cut()
         if self._is_timed:
-            self._window.add(stretch)
+            self._window.add(stretch, num_samples(batch))
         if not _lightning.is_accumulating(trainer):
+            self._num_updates += 1
             self._window.steps += self._is_timed
             self._window.at = _lightning.logs.logged_step(trainer)
             self._is_timed = True
@@ -114,17 +125,16 @@ class StepBreakdown(Callback):
         while len(self._closed) > left:
             window = self._closed.pop(0)
             names = self._phases.names
-            memory = MemoryUse.of(self._device)
-            rows = self._ranks.of_all([*window.seconds(names), *memory.numbers])
-            times = [row[: len(names)] for row in rows]
-            found = {f"breakdown/{name}": share for name, share in shares(times, names).items()}
-            found["breakdown/step_seconds"] = sum(map(sum, times)) / len(times)
-            most = MemoryUse.most([MemoryUse(*row[len(names) :]) for row in rows])
-            found |= {"memory/peak_gib": most.peak / _GIB, "memory/reserved_gib": most.reserved / _GIB}
-            found["memory/retries"] = most.retries
-            self.latest = {name: value for name, value in found.items() if not math.isnan(value)}
+            own = [*window.seconds(names), window.samples, *MemoryUse.of(self._device).numbers]
+            rows = self._ranks.of_all(own)
+            times = [dict(zip(names, row, strict=False)) for row in rows]
+            memory = MemoryUse.most([MemoryUse(*row[len(names) + 1 :]) for row in rows])
+            samples = sum(row[len(names)] for row in rows) / self._ranks.num_sharing
+            seconds = {name: sum(each[name] for each in times) / len(times) for name in names}
+            self._totals.add(window.steps, samples, seconds, memory)
+            self.latest = _values(seconds, memory)
             self._log.write(trainer, self.latest, window.at)
-            self._name_slow([dict(zip(names, row, strict=True)) for row in times])
+            self._name_slow(times)
 
     def _name_slow(self, rows: list[dict[str, float]]) -> None:
         if self._waiting is None:
@@ -155,6 +165,12 @@ class StepBreakdown(Callback):
         self._give_back(trainer)
 
     @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._num_updates:
+            fit = Fit(time.perf_counter() - self._began, self._num_updates, self._ranks.num_devices)
+            self._log.say(self._totals.summary(fit, last_checkpoint(trainer)))
+
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._give_back(trainer)
 
@@ -166,6 +182,16 @@ class StepBreakdown(Callback):
         if self._actions is not None:
             self._actions.give_back(trainer)
             self._actions = None
+
+
+def _values(seconds: dict[str, float], memory: MemoryUse) -> dict[str, float]:
+    """The values to log, by name."""
+    total = sum(seconds.values())
+    found = {f"breakdown/{name}": each / total for name, each in seconds.items() if total > 0}
+    found["breakdown/step_seconds"] = total
+    found |= {"memory/peak_gib": memory.peak / GIB, "memory/reserved_gib": memory.reserved / GIB}
+    found["memory/retries"] = memory.retries
+    return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
 def _violations(every: int, slower: float) -> list[str]:

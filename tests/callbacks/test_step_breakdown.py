@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
@@ -19,10 +20,12 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_parallel import ConfigurationError
 from lightning_parallel.callbacks import StepBreakdown, Throughput, step_breakdown
 from lightning_parallel.callbacks.breakdown_windows import straggler
+from lightning_parallel.callbacks.fit_summary import GIB, Fit, FitTotals
 from lightning_parallel.callbacks.step_clock import HostClock
 from lightning_parallel.callbacks.step_phases import JOINED, StepPhases
+from lightning_parallel.ranks.memory import MemoryUse
 from tests.data import data_of, loader
-from tests.jobs.meters import Noted
+from tests.jobs.meters import Noted, heard
 from tests.models.cases import ByteGPT
 from tests.names import num_readers
 from tests.parity import trainer_for
@@ -108,18 +111,19 @@ class Save(L.Callback):
         trainer.save_checkpoint("slow.ckpt")
 
 
-def broken_down(strategy: str, size: int, make: Any = Slow, microsteps: int = 1) -> dict[str, float]:
-    """Seconds of each phase in three updates of a slow module, of which the last two are timed."""
+def broken_down(strategy: str, size: int, make: Any = Slow, microsteps: int = 1) -> tuple[dict[str, float], list[str]]:
+    """Seconds of each phase in three updates of a slow module, of which the last two are timed, and the summary."""
     L.seed_everything(3, verbose=False)
     readers = 1 if strategy == "auto" else num_readers(strategy, size)
     data = DataLoader(data_of("byte_gpt", 3 * microsteps * 8 * readers, 8), batch_size=8, collate_fn=slow_collate)
     meter = StepBreakdown(every=2)
-    with mock.patch.object(step_breakdown, "build_clock", return_value=Ticks()):
+    with heard() as said, mock.patch.object(step_breakdown, "build_clock", return_value=Ticks()):
         trainer_for(strategy, size, callbacks=[meter], accumulate_grad_batches=microsteps).fit(make(), data)
     found = {name.removeprefix("breakdown/"): value for name, value in meter.latest.items() if "breakdown" in name}
     seconds = found.pop("step_seconds")
     assert sum(found.values()) == pytest.approx(1)
-    return {name: pytest.approx(share * seconds) for name, share in found.items()}
+    lines = [line for message in said if "fit took" in message for line in message.splitlines()]
+    return {name: pytest.approx(share * seconds) for name, share in found.items()}, lines
 
 
 CASES = [
@@ -144,7 +148,16 @@ def test_slow_parts_are_found_in_their_phases(ranks: Any, name: str, size: int, 
     if name == "pp_custom":
         # Each of two ranks runs four microbatches, and one of them goes backward through their losses.
         expected[JOINED] = 4 * (expected.pop("forward") + expected.pop("backward") / 2)
-    assert results == [expected] * size
+    assert [phases for phases, _ in results] == [expected] * size
+    lines, *silent = [lines for _, lines in results]
+    assert silent == [[]] * (size - 1)
+    update, samples = sum(expected.values()), 8 * microsteps * (1 if name == "pp_custom" else size)
+    assert len(lines) == 5
+    assert lines[0].endswith(f"for 3 updates on {size} device{'s' * (size > 1)}")
+    assert lines[1] == f"  samples: {samples / update:.4g} a second, {update:.3g} s an update"
+    largest = sorted(expected.items(), key=lambda item: -item[1])
+    assert lines[3] == "  time: " + ", ".join(f"{phase} {each / update:.1%}" for phase, each in largest if each)
+    assert lines[4] == "  checkpoint: none"
 
 
 def test_checkpoints_and_other_callbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +168,33 @@ def test_checkpoints_and_other_callbacks(tmp_path: Path, monkeypatch: pytest.Mon
     assert meter.latest["breakdown/step_seconds"] == pytest.approx(96)
     assert meter.latest["breakdown/checkpoint"] == pytest.approx(1 / 3)
     assert meter.latest["breakdown/other"] == pytest.approx(2 / 3)
+
+
+def test_what_the_summary_says(tmp_path: Path) -> None:
+    written = ModelCheckpoint(dirpath=tmp_path, filename="kept")
+    with heard() as said:
+        trainer_for("auto", 1, callbacks=[StepBreakdown(), written], enable_checkpointing=True).fit(
+            ByteGPT(), loader(1, 3)
+        )
+    (summary,) = [each for each in said if "fit took" in each]
+    assert re.fullmatch(
+        r"StepBreakdown: fit took [\d.]+ s for 3 updates on 1 device\n"
+        r"  samples: [\d.]+ a second, [\de.-]+ s an update\n"
+        r"  memory: at most [\d.]+ GiB in a process\n"
+        r"  time: \w+ [\d.]+%, .*\n"
+        rf"  checkpoint: {tmp_path}/kept.ckpt",
+        summary,
+    )
+    totals = FitTotals()
+    assert "not timed" in totals.summary(Fit(3723.4, 1, 8), "")
+    totals.add(2, float("nan"), {"data": 1.0, "forward": 3.0}, MemoryUse(3 * GIB, 4 * GIB, 5))
+    assert totals.summary(Fit(3723.4, 1, 8), "").splitlines() == [
+        "fit took 1 h 2 min 3 s for 1 update on 8 devices",
+        "  samples: their number is not known, 4 s an update",
+        "  memory: at most 3 GiB allocated and 4 GiB reserved on a device, 5 retries",
+        "  time: forward 75.0%, data 25.0%",
+        "  checkpoint: none",
+    ]
 
 
 class OneIsSlow(ByteGPT):
@@ -179,24 +219,9 @@ def one_reads_long(samples: Any) -> Any:
 def named_ranks(strategy: str, make: Any, collate: Any = None) -> list[str]:
     """What was said on this rank about slow ones."""
     L.seed_everything(3, verbose=False)
-    said: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    logger, keep = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Keep()
-    level = logger.level
-    logger.addHandler(keep)
-    logger.setLevel(logging.INFO)
-    try:
-        readers = num_readers(strategy, 2)
-        data = DataLoader(data_of("byte_gpt", 5 * 8 * readers, 8), batch_size=8, collate_fn=collate)
-        with mock.patch.object(step_breakdown, "build_clock", return_value=Ticks()):
-            trainer_for(strategy, 2, callbacks=[StepBreakdown(every=1)]).fit(make(), data)
-    finally:
-        logger.removeHandler(keep)
-        logger.setLevel(level)
+    data = DataLoader(data_of("byte_gpt", 5 * 8 * num_readers(strategy, 2), 8), batch_size=8, collate_fn=collate)
+    with heard() as said, mock.patch.object(step_breakdown, "build_clock", return_value=Ticks()):
+        trainer_for(strategy, 2, callbacks=[StepBreakdown(every=1)]).fit(make(), data)
     return [each for each in said if "is slow" in each]
 
 

@@ -1,7 +1,10 @@
-"""A logger that keeps what meters give it."""
+"""What meters give to loggers, and what they say."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
@@ -23,3 +26,26 @@ class Noted(Logger):
     def log_metrics(self, metrics: Any, step: Any = None) -> None:
         if any(name.startswith(self.prefix) for name in metrics):
             self.rows.append((step, dict(metrics)))
+
+
+class _Keep(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """What this rank says inside of this context, if it is the one that speaks."""
+    logger, keep = logging.getLogger("lightning.pytorch.utilities.rank_zero"), _Keep()
+    level = logger.level
+    logger.addHandler(keep)
+    logger.setLevel(logging.INFO)
+    try:
+        yield keep.said
+    finally:
+        logger.removeHandler(keep)
+        logger.setLevel(level)
