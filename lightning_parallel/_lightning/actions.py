@@ -7,6 +7,7 @@ _PHASES = {
     ("[Strategy", "batch_to_device"): "copy",
     ("[Strategy", "training_step"): "forward",
     ("[Strategy", "backward"): "backward",
+    ("[LightningModule", "on_after_backward"): "other",  # behind the last collective of backward
     ("[LightningModule", "optimizer_step"): "optimizer",
     ("[LightningModule", "optimizer_zero_grad"): "optimizer",
     ("optimizer_step", ""): "optimizer",  # under manual optimization

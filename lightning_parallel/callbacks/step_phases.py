@@ -49,7 +49,7 @@ class StepPhases:
     def end(self, name: str) -> None:
         """End a phase, with what is inside of it and was left by an error."""
         name = JOINED if self._joins and name in _PARTS else name
-        if not self._is_paused and name in self._open:
+        if not self._is_paused and name in self._open[1:]:
             while self._open.pop() != name:
                 pass
             self._go_on()

@@ -169,7 +169,7 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
     made = meters()
-    report_cost(measure(made, Empty, 5 * options.rounds, options.accelerator))
+    report_cost(measure(made, Empty, 20 * options.rounds, options.accelerator))
     report_ratios(measure(made, lambda: Module(GPT), options.rounds, options.accelerator))
     os._exit(0)  # the contenders wait for a turn that does not come
 

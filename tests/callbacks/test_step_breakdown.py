@@ -211,6 +211,13 @@ class OneComputesLong(OneIsSlow):
     more = 3
 
 
+class OneHooksLong(OneIsSlow):
+    """Rank 0 works on behind the last collective of backward, and the other one waits for it in the next step."""
+
+    def on_after_backward(self) -> None:
+        spend(3 * (1 - dist.get_rank()))
+
+
 def one_reads_long(samples: Any) -> Any:
     spend(3 * dist.get_rank())
     return default_collate(samples)
@@ -230,6 +237,7 @@ def named_ranks(strategy: str, make: Any, collate: Any = None) -> list[str]:
     [
         ("ddp_custom", OneComputesLong, None, "forward"),
         ("fsdp_custom", OneIsSlow, one_reads_long, "data"),
+        ("fsdp_custom", OneHooksLong, None, "other"),
         ("fsdp_custom", OneComputesLong, None, None),  # ranks wait in forward for each other, so that nobody is named
         ("ddp_custom", OneIsSlow, None, None),
         ("pp_custom", OneIsSlow, None, None),
@@ -243,7 +251,7 @@ def test_the_slow_rank_is_named(ranks: Any, name: str, make: Any, collate: Any, 
     else:
         by_itself, median = ("1.3e+04", "1e+04") if phase == "forward" else ("3e+03", "0")
         assert said == [
-            f"StepBreakdown: rank 1 is slow: by itself it takes {by_itself} ms of a step, and ranks in the median "
+            f"StepBreakdown: rank {int(phase != 'other')} is slow: by itself it takes {by_itself} ms of a step, and ranks in the median "
             f"{median} ms; most of the difference is in {phase}"
         ]
 
@@ -269,6 +277,9 @@ def test_phases_inside_of_each_other() -> None:
     phases.end("data")
     phases.end("forward")
     phases.begin("backward")
+    phases.begin("other")
+    phases.end("backward")  # the hook in which it ends
+    phases.end("other")
     phases.begin("backward")  # an error leaves it
     spend(8)
     phases.pause()
