@@ -13,6 +13,9 @@ from lightning_parallel.callbacks.step_clock import Phases
 VISIBLE = 0.05
 """The part of a step by which a rank has to be late before it is named: less is not worth a look."""
 
+ALONE = "backward without reduction"
+"""The part of backward in microsteps that reduce no gradients, where each rank has the whole module."""
+
 
 @dataclass
 class PhaseWindow:
@@ -22,17 +25,25 @@ class PhaseWindow:
         at: The step under which they are logged.
         steps: The updates.
         samples: On which this rank has trained.
+        alone: Seconds of backward in microsteps behind which the window of accumulation is still open.
     """
 
     at: int = 0
     steps: int = 0
     samples: float = 0.0
+    alone: float = 0.0
     _seconds: dict[str, float] = field(default_factory=dict)
-    _stretches: deque[Phases] = field(default_factory=deque)
+    _stretches: deque[tuple[Phases, bool]] = field(default_factory=deque)
 
-    def add(self, stretch: Phases, samples: float) -> None:
-        """Add a microstep: its time, and its samples."""
-        self._stretches.append(stretch)
+    def add(self, stretch: Phases, samples: float, *, is_held: bool) -> None:
+        """Add a microstep.
+
+        Args:
+            stretch: Its time.
+            samples: Its samples.
+            is_held: Whether its gradients are not reduced yet.
+        """
+        self._stretches.append((stretch, is_held))
         self.samples += samples
 
     def read(self, *, waits: bool = False) -> None:
@@ -41,14 +52,17 @@ class PhaseWindow:
         Args:
             waits: Whether to wait for the device until all of it is.
         """
-        while self._stretches and (waits or self._stretches[0].is_over()):
-            for name, seconds in self._stretches.popleft().seconds(waits=waits).items():
+        while self._stretches and (waits or self._stretches[0][0].is_over()):
+            stretch, is_held = self._stretches.popleft()
+            found = stretch.seconds(waits=waits)
+            self.alone += found.get("backward", 0.0) * is_held
+            for name, seconds in found.items():
                 self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def seconds(self, names: Sequence[str]) -> list[float]:
-        """Seconds of an update in each of the phases `names`; waits for the device where it is not done."""
+        """Seconds of an update in each of `names`, phases or `ALONE`; waits for the device where it is not done."""
         self.read(waits=True)
-        return [self._seconds.get(name, 0.0) / max(1, self.steps) for name in names]
+        return [(self.alone if name == ALONE else self._seconds.get(name, 0.0)) / max(1, self.steps) for name in names]
 
 
 @dataclass(frozen=True)

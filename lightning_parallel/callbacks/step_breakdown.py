@@ -13,13 +13,13 @@ from typing_extensions import override
 
 from lightning_parallel import _lightning
 from lightning_parallel.callbacks.batch_geometry import num_samples
-from lightning_parallel.callbacks.breakdown_windows import PhaseWindow, straggler
+from lightning_parallel.callbacks.breakdown_windows import ALONE, PhaseWindow, straggler
 from lightning_parallel.callbacks.fit_summary import GIB, Fit, FitTotals, last_checkpoint
 from lightning_parallel.callbacks.meter_log import MeterLog
 from lightning_parallel.callbacks.meter_windows import MeteredRanks
 from lightning_parallel.callbacks.step_clock import build_clock
 from lightning_parallel.callbacks.step_phases import StepPhases, TimedActions
-from lightning_parallel.callbacks.strategy_protocol import cuts_batches, waiting_phases
+from lightning_parallel.callbacks.strategy_protocol import cuts_batches, has_whole_replicas, waiting_phases
 from lightning_parallel.errors import check
 from lightning_parallel.ranks.memory import MemoryUse
 
@@ -36,8 +36,8 @@ class StepBreakdown(Callback):
     it, and the first update is left out.
 
     Ranks wait for each other, so that all steps take as long as those of the slowest rank. It is named in a line where
-    it is slower by itself, in time in which it does not wait: of all but backward where each rank has the whole module,
-    and of all but forward and backward where ranks gather it. Under a pipeline nobody is named.
+    it is slower by itself, in time in which it does not wait: in all but backward where each rank has the whole module,
+    and in data, copies and the update where ranks gather it. Under a pipeline nobody is named.
 
     At the end of `fit`, five lines have its time, samples a second, memory, shares over all of it, and the path of the
     best or last checkpoint.
@@ -75,7 +75,6 @@ class StepBreakdown(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._device = trainer.strategy.root_device
         self._ranks = MeteredRanks.of(trainer)
-        self._waiting = waiting_phases(trainer) if trainer.world_size > 1 else None
         clock = build_clock(self._device)
         self._num_open = 1 if clock.runs_behind else 0
         self._phases = StepPhases(clock, joins=cuts_batches(trainer))
@@ -101,9 +100,10 @@ class StepBreakdown(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         stretch = self._phases.cut()
+        is_accumulating = _lightning.is_accumulating(trainer)
         if self._is_timed:
-            self._window.add(stretch, num_samples(batch))
-        if not _lightning.is_accumulating(trainer):
+            self._window.add(stretch, num_samples(batch), is_held=is_accumulating)
+        if not is_accumulating:
             self._num_updates += 1
             self._window.steps += self._is_timed
             self._window.at = _lightning.logs.logged_step(trainer)
@@ -125,21 +125,26 @@ class StepBreakdown(Callback):
         while len(self._closed) > left:
             window = self._closed.pop(0)
             names = self._phases.names
-            own = [*window.seconds(names), window.samples, *MemoryUse.of(self._device).numbers]
+            own = [*window.seconds([*names, ALONE]), window.samples, *MemoryUse.of(self._device).numbers]
             rows = self._ranks.of_all(own)
-            times = [dict(zip(names, row, strict=False)) for row in rows]
-            memory = MemoryUse.most([MemoryUse(*row[len(names) + 1 :]) for row in rows])
-            samples = sum(row[len(names)] for row in rows) / self._ranks.num_sharing
+            times = [dict(zip((*names, ALONE), row, strict=False)) for row in rows]
+            memory = MemoryUse.most([MemoryUse(*row[len(names) + 2 :]) for row in rows])
+            samples = sum(row[len(names) + 1] for row in rows) / self._ranks.num_sharing
             seconds = {name: sum(each[name] for each in times) / len(times) for name in names}
             self._totals.add(window.steps, samples, seconds, memory)
             self.latest = _values(seconds, memory)
             self._log.write(trainer, self.latest, window.at)
-            self._name_slow(times)
+            self._name_slow(trainer, times)
 
-    def _name_slow(self, rows: list[dict[str, float]]) -> None:
-        if self._waiting is None:
+    def _name_slow(self, trainer: Trainer, rows: list[dict[str, float]]) -> None:
+        if trainer.world_size == 1 or (waiting := waiting_phases(trainer)) is None:
             return
-        found = straggler(rows, self._waiting, self._slower)
+        for row in rows:
+            alone = row.pop(ALONE)
+            if has_whole_replicas(trainer):
+                row[ALONE] = alone
+                row["backward"] -= alone
+        found = straggler(rows, waiting, self._slower)
         if found is not None and (found.rank, found.phase) not in self._named:
             self._named.add((found.rank, found.phase))
             self._log.say(str(found))

@@ -67,6 +67,15 @@ class PlansModules(Protocol):
 
 
 @runtime_checkable
+class MeetsForBatches(Protocol):
+    """A strategy that ends epochs on all ranks together."""
+
+    @property
+    def meets_for_batches(self) -> bool:
+        """Whether ranks wait for each other before each batch of training."""
+
+
+@runtime_checkable
 class WeighsParts(Protocol):
     """The calls around the steps of a strategy that cuts batches."""
 
@@ -128,16 +137,29 @@ def splits_layers(trainer: Trainer) -> bool:
 
 
 def waiting_phases(trainer: Trainer) -> frozenset[str] | None:
-    """Phases of a step in which ranks wait for each other; ``None`` where stages of a pipeline differ by nature."""
+    """Phases of a step in which ranks wait for each other; ``None`` where stages of a pipeline differ by nature.
+
+    Where each rank has the whole module, that is backward, which reduces gradients. Elsewhere a microstep may have no
+    collective, and Lightning lets all ranks wait for rank 0 before each batch, in ``other``.
+    """
     strategy = trainer.strategy
     if cuts_batches(trainer):
         return None
-    if isinstance(strategy, PlansModules):
-        degrees = strategy.degrees
-        is_whole = (degrees.shard, degrees.context, degrees.tensor) == (1, 1, 1)
-    else:
-        is_whole = isinstance(strategy, DDPStrategy)
-    return frozenset({"backward", "checkpoint"} if is_whole else {"forward", "backward", "checkpoint"})
+    waiting = {"backward", "checkpoint"}
+    if not has_whole_replicas(trainer):
+        waiting |= {"forward", "other"}
+    if isinstance(strategy, MeetsForBatches) and strategy.meets_for_batches:
+        waiting.add("data")
+    return frozenset(waiting)
+
+
+def has_whole_replicas(trainer: Trainer) -> bool:
+    """Whether each rank has the whole module, and computes without the others up to backward."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, PlansModules):
+        return isinstance(strategy, DDPStrategy)
+    degrees = strategy.degrees
+    return (degrees.shard, degrees.context, degrees.tensor, degrees.pipeline) == (1, 1, 1, 1)
 
 
 def recompute_of(trainer: Trainer) -> Recompute:

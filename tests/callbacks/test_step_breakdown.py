@@ -11,53 +11,24 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import SimpleProfiler
-from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_parallel import ConfigurationError
 from lightning_parallel.callbacks import StepBreakdown, Throughput, step_breakdown
-from lightning_parallel.callbacks.breakdown_windows import straggler
 from lightning_parallel.callbacks.fit_summary import GIB, Fit, FitTotals
 from lightning_parallel.callbacks.step_clock import HostClock
 from lightning_parallel.callbacks.step_phases import JOINED, StepPhases
 from lightning_parallel.ranks.memory import MemoryUse
 from tests.data import data_of, loader
-from tests.jobs.meters import Noted, heard
+from tests.jobs.meters import Long, Noted, Ticks, heard, spend
 from tests.models.cases import ByteGPT
 from tests.names import num_readers
 from tests.parity import trainer_for
 
 SLOW = {"data": 1.0, "copy": 2.0, "forward": 4.0, "backward": 8.0, "optimizer": 16.0, "checkpoint": 32.0}
 """Seconds that each phase of `Slow` takes."""
-
-
-class Ticks(HostClock):
-    """A clock that goes on by hand, so that a busy machine changes nothing."""
-
-    now = 0.0
-
-    def mark(self) -> float:
-        return Ticks.now
-
-
-def spend(seconds: float) -> None:
-    Ticks.now += seconds
-
-
-class _Long(torch.autograd.Function):
-    """Takes long in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        spend(SLOW["backward"])
-        return grad
 
 
 class SlowSGD(torch.optim.SGD):
@@ -76,7 +47,7 @@ class Slow(ByteGPT):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         spend(SLOW["forward"])
-        return _Long.apply(super().training_step(batch, batch_idx))
+        return Long.apply(super().training_step(batch, batch_idx), SLOW["backward"])
 
     def configure_optimizers(self) -> Any:
         return SlowSGD(self.parameters(), lr=0.1)
@@ -195,75 +166,6 @@ def test_what_the_summary_says(tmp_path: Path) -> None:
         "  time: forward 75.0%, data 25.0%",
         "  checkpoint: none",
     ]
-
-
-class OneIsSlow(ByteGPT):
-    """Each step takes some time, and on rank 1 more."""
-
-    more = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        spend(10 + self.more * dist.get_rank())
-        return super().training_step(batch, batch_idx)
-
-
-class OneComputesLong(OneIsSlow):
-    more = 3
-
-
-class OneHooksLong(OneIsSlow):
-    """Rank 0 works on behind the last collective of backward, and the other one waits for it in the next step."""
-
-    def on_after_backward(self) -> None:
-        spend(3 * (1 - dist.get_rank()))
-
-
-def one_reads_long(samples: Any) -> Any:
-    spend(3 * dist.get_rank())
-    return default_collate(samples)
-
-
-def named_ranks(strategy: str, make: Any, collate: Any = None) -> list[str]:
-    """What was said on this rank about slow ones."""
-    L.seed_everything(3, verbose=False)
-    data = DataLoader(data_of("byte_gpt", 5 * 8 * num_readers(strategy, 2), 8), batch_size=8, collate_fn=collate)
-    with heard() as said, mock.patch.object(step_breakdown, "build_clock", return_value=Ticks()):
-        trainer_for(strategy, 2, callbacks=[StepBreakdown(every=1)]).fit(make(), data)
-    return [each for each in said if "is slow" in each]
-
-
-@pytest.mark.parametrize(
-    ("name", "make", "collate", "phase"),
-    [
-        ("ddp_custom", OneComputesLong, None, "forward"),
-        ("fsdp_custom", OneIsSlow, one_reads_long, "data"),
-        ("fsdp_custom", OneHooksLong, None, "other"),
-        ("fsdp_custom", OneComputesLong, None, None),  # ranks wait in forward for each other, so that nobody is named
-        ("ddp_custom", OneIsSlow, None, None),
-        ("pp_custom", OneIsSlow, None, None),
-    ],
-)
-def test_the_slow_rank_is_named(ranks: Any, name: str, make: Any, collate: Any, phase: str | None) -> None:
-    said, by_others = ranks(2).run(named_ranks, name, make, collate)
-    assert by_others == []
-    if phase is None:
-        assert said == []
-    else:
-        by_itself, median = ("1.3e+04", "1e+04") if phase == "forward" else ("3e+03", "0")
-        assert said == [
-            f"StepBreakdown: rank {int(phase != 'other')} is slow: by itself it takes {by_itself} ms of a step, and ranks in the median "
-            f"{median} ms; most of the difference is in {phase}"
-        ]
-
-
-def test_who_is_a_straggler() -> None:
-    usual = {"data": 0.01, "forward": 0.1, "backward": 0.2}
-    slow, waiting = {**usual, "forward": 0.14}, ("backward",)
-    assert straggler([usual, usual, slow, usual], waiting, 0.2).rank == 2
-    assert straggler([usual, slow], waiting, 0.2).phase == "forward"
-    assert straggler([usual, slow], ("backward", "forward"), 0.2) is None
-    assert straggler([usual, slow], waiting, 0.5) is None
-    assert straggler([{"data": 0.001, "backward": 1.0}, {"data": 0.002, "backward": 1.0}], waiting, 0.2) is None
 
 
 def test_phases_inside_of_each_other() -> None:
