@@ -20,11 +20,12 @@ from lightning_parallel.callbacks import StepBreakdown, Throughput, step_breakdo
 from lightning_parallel.callbacks.fit_summary import GIB, Fit, FitTotals
 from lightning_parallel.callbacks.step_clock import HostClock
 from lightning_parallel.callbacks.step_phases import JOINED, StepPhases
+from lightning_parallel.presets import PRESETS
 from lightning_parallel.ranks.memory import MemoryUse
 from tests.data import data_of, loader
 from tests.jobs.meters import Long, Noted, Ticks, heard, spend
 from tests.models.cases import ByteGPT
-from tests.names import num_readers
+from tests.names import num_ranks, num_readers
 from tests.parity import trainer_for
 
 SLOW = {"data": 1.0, "copy": 2.0, "forward": 4.0, "backward": 8.0, "optimizer": 16.0, "checkpoint": 32.0}
@@ -106,6 +107,8 @@ CASES = [
     ("fsdp_custom", 2, Slow, 2),
     ("pp_custom", 2, Slow, 1),
 ]
+KNOWN = {case[0] for case in CASES}
+CASES += [(name, 1 if name == "dp_custom" else num_ranks(name), Slow, 1) for name in PRESETS if name not in KNOWN]
 
 
 @pytest.mark.parametrize(("name", "size", "make", "microsteps"), CASES)
@@ -122,7 +125,8 @@ def test_slow_parts_are_found_in_their_phases(ranks: Any, name: str, size: int, 
     assert [phases for phases, _ in results] == [expected] * size
     lines, *silent = [lines for _, lines in results]
     assert silent == [[]] * (size - 1)
-    update, samples = sum(expected.values()), 8 * microsteps * (1 if name == "pp_custom" else size)
+    readers = 1 if name == "auto" else num_readers(name, size)
+    update, samples = sum(expected.values()), 8 * microsteps * readers
     assert len(lines) == 5
     assert lines[0].endswith(f"for 3 updates on {size} device{'s' * (size > 1)}")
     assert lines[1] == f"  samples: {samples / update:.4g} a second, {update:.3g} s an update"
