@@ -37,6 +37,7 @@ CALLBACKS = {
     "GradientNorm",
     "NonFinite",
     "ScaledLearningRate",
+    "StepBreakdown",
     "Throughput",
     "TokenWeighted",
     "Verify",

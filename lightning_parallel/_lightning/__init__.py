@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_parallel._lightning import actions as actions
 from lightning_parallel._lightning import epochs as epochs
 from lightning_parallel._lightning import fetchers as fetchers
 from lightning_parallel._lightning import logs as logs

@@ -6,6 +6,7 @@ from lightning_parallel.callbacks.global_batch import GlobalBatch
 from lightning_parallel.callbacks.gradient_norm import GradientNorm
 from lightning_parallel.callbacks.learning_rate import ScaledLearningRate
 from lightning_parallel.callbacks.non_finite import NonFinite
+from lightning_parallel.callbacks.step_breakdown import StepBreakdown
 from lightning_parallel.callbacks.throughput import Throughput
 from lightning_parallel.callbacks.token_weighted import TokenWeighted
 from lightning_parallel.callbacks.verify import Verify
@@ -17,6 +18,7 @@ __all__ = [
     "GradientNorm",
     "NonFinite",
     "ScaledLearningRate",
+    "StepBreakdown",
     "Throughput",
     "TokenWeighted",
     "Verify",

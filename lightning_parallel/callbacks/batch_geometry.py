@@ -44,6 +44,12 @@ class Microstep:
         return f"batch_size {self.batch_size} x {self.num_readers} rank{'s' if self.num_readers > 1 else ''}"
 
 
+def num_samples(batch: Any) -> float:
+    """The size of the first dimension of the first tensor; not a number where there is none."""
+    sizes = (len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim)
+    return next(sizes, float("nan"))
+
+
 def num_readers(trainer: Trainer) -> int:
     """The ranks that read different samples: the data-parallel degree; 1 in one process.
 

@@ -16,6 +16,9 @@ _KEPT = 256
 class Clock(Protocol):
     """Marks points in time, and tells the time between two of them when both are over."""
 
+    runs_behind: bool
+    """Whether marks may be over only later, as a device works while the host goes on."""
+
     def mark(self) -> Any:
         """A point: now on the host, or when the device has done what it was given so far."""
 
@@ -34,6 +37,8 @@ class Clock(Protocol):
 
 class HostClock:
     """The clock of a device that computes while the host waits for it, as the CPU does."""
+
+    runs_behind = False
 
     def mark(self) -> float:
         """Seconds of the host."""
@@ -60,6 +65,8 @@ class DeviceClock:
     Args:
         device: The device of this rank.
     """
+
+    runs_behind = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_parallel.errors import check
 from lightning_parallel.policies import Policies
@@ -63,6 +64,15 @@ class PlansModules(Protocol):
 
     def policies_for(self, module: LightningModule) -> Policies:
         """The rules, with those that depend on `module`."""
+
+
+@runtime_checkable
+class MeetsForBatches(Protocol):
+    """A strategy that ends epochs on all ranks together."""
+
+    @property
+    def meets_for_batches(self) -> bool:
+        """Whether ranks wait for each other before each batch of training."""
 
 
 @runtime_checkable
@@ -124,6 +134,32 @@ def splits_layers(trainer: Trainer) -> bool:
     """Whether ranks have parts of each layer, and the whole of what is around the layers."""
     strategy = trainer.strategy
     return isinstance(strategy, PlansModules) and (strategy.degrees.context != 1 or strategy.degrees.tensor != 1)
+
+
+def waiting_phases(trainer: Trainer) -> frozenset[str] | None:
+    """Phases of a step in which ranks wait for each other; ``None`` where stages of a pipeline differ by nature.
+
+    Where each rank has the whole module, that is backward, which reduces gradients. Elsewhere a microstep may have no
+    collective, and Lightning lets all ranks wait for rank 0 before each batch, in ``other``.
+    """
+    strategy = trainer.strategy
+    if cuts_batches(trainer):
+        return None
+    waiting = {"backward", "checkpoint"}
+    if not has_whole_replicas(trainer):
+        waiting |= {"forward", "other"}
+    if isinstance(strategy, MeetsForBatches) and strategy.meets_for_batches:
+        waiting.add("data")
+    return frozenset(waiting)
+
+
+def has_whole_replicas(trainer: Trainer) -> bool:
+    """Whether each rank has the whole module, and computes without the others up to backward."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, PlansModules):
+        return isinstance(strategy, DDPStrategy)
+    degrees = strategy.degrees
+    return (degrees.shard, degrees.context, degrees.tensor, degrees.pipeline) == (1, 1, 1, 1)
 
 
 def recompute_of(trainer: Trainer) -> Recompute:

@@ -10,11 +10,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_parallel import _lightning
-from lightning_parallel.callbacks.batch_geometry import num_tokens
+from lightning_parallel.callbacks.batch_geometry import num_samples, num_tokens
 from lightning_parallel.callbacks.meter_log import MeterLog
 from lightning_parallel.callbacks.meter_windows import Amounts, MeteredRanks, Window
 from lightning_parallel.callbacks.peak_flops import peak_flops
@@ -113,7 +112,7 @@ class Throughput(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._phases.name == _BETWEEN:
             self._phases.enter(_TIMED)
-        samples = _num_samples(batch)
+        samples = num_samples(batch)
         self._microstep = Amounts(samples, self._num_tokens(batch, samples))
         if self._flops is not None:
             self._flops.begin(self._microstep.units)
@@ -236,12 +235,6 @@ def _violations(every: int, tokens: Count | None, key: str | int | None, peak: f
     if peak is not None and peak <= 0:
         found.append(f"Throughput(peak={peak}) is no number of FLOP/s; give that of one device, such as 989e12")
     return found
-
-
-def _num_samples(batch: Any) -> float:
-    """The size of the first dimension of the first tensor; not a number where there is none."""
-    sizes = (len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim)
-    return next(sizes, float("nan"))
 
 
 def _as_number(value: Any) -> float:

@@ -7,10 +7,12 @@ far less than what the machine has.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -115,6 +117,40 @@ def headroom(device: torch.device) -> int:
     else:
         held = _kernel_table(_PROC / "self" / "status").get("VmRSS", peak_memory(device))
     return max(0, free_memory(device) - max(0, peak_memory(device) - held))
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of a process on its device, in bytes; not a number where the device does not say it.
+
+    Args:
+        peak: As `peak_memory` has it.
+        reserved: The most that torch's allocator held at once.
+        retries: How often it had to give back what it held, and wait for the device, before it could go on.
+    """
+
+    peak: float
+    reserved: float = math.nan
+    retries: float = math.nan
+
+    @classmethod
+    def of(cls, device: torch.device) -> MemoryUse:
+        """That of this process on `device`, so far."""
+        if not _has_own_memory(device) or not (stats := accelerator.memory_stats(device)):
+            return cls(float(peak_memory(device)))
+        reserved, retries = (stats.get(key, math.nan) for key in ("reserved_bytes.all.peak", "num_alloc_retries"))
+        return cls(float(peak_memory(device)), float(reserved), float(retries))
+
+    @classmethod
+    def most(cls, uses: Sequence[MemoryUse]) -> MemoryUse:
+        """The most that any of several processes had, and the retries of all."""
+        peak, reserved = max(use.peak for use in uses), max(use.reserved for use in uses)
+        return cls(peak, reserved, sum(use.retries for use in uses))
+
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        """Peak, reserved and retries."""
+        return self.peak, self.reserved, self.retries
 
 
 def _has_own_memory(device: torch.device) -> bool:

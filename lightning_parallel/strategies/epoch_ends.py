@@ -34,6 +34,9 @@ class EpochEnds:
         group: All ranks, for host memory.
         readers: Of each rank, its place among those that read different samples.
         refuse: Raises with violations, if there are any, which are the same on all ranks.
+
+    Attributes:
+        asks: Whether ranks tell each other before each batch, once the loaders are there.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class EpochEnds:
     ) -> None:
         self._trainer, self._group, self._readers, self._refuse = trainer, group, readers, refuse
         self._has_told = False
+        self.asks = False
         _lightning.fetchers.set_loaders_ready(trainer, self._agree)
 
     def detach(self) -> None:
@@ -64,10 +68,10 @@ class EpochEnds:
             self._tell_lengths(known)
         if length != own:
             _lightning.fetchers.set_training_length(self._trainer, length)
-        asks = not all(is_exact for _, is_exact in said)
-        if not asks and length == own == max(known):
+        self.asks = not all(is_exact for _, is_exact in said)
+        if not self.asks and length == own == max(known):
             return
-        loader = _EqualEpochs(loaders, length, self._fetch if asks else None)
+        loader = _EqualEpochs(loaders, length, self._fetch if self.asks else None)
         has_first = _lightning.fetchers.read_training_through(self._trainer, loader, length)
         if length is None and not self._all_have(has_first, 0):
             _lightning.fetchers.leave_epoch(self._trainer)

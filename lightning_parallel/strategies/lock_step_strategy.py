@@ -78,6 +78,11 @@ class LockStepStrategy(ProcessGroupStrategy):
         return self.module.trainer.state.fn != TrainerFn.PREDICTING or self.steps.meets_in_steps
 
     @property
+    def meets_for_batches(self) -> bool:
+        """Whether ranks wait for each other before each batch of training."""
+        return self._epoch_ends is not None and self._epoch_ends.asks
+
+    @property
     @override
     def may_be_uneven(self) -> bool:
         return self._turns is not None

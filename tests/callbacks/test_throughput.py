@@ -11,7 +11,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import Logger
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -19,6 +18,7 @@ from lightning_parallel import ConfigurationError, _torch
 from lightning_parallel.callbacks import Throughput
 from lightning_parallel.presets import PRESETS
 from tests.data import data_of, loader
+from tests.jobs.meters import Noted
 from tests.models.cases import LENGTH, ByteGPT, LSTMModel
 from tests.names import num_ranks, num_readers
 from tests.parity import checked, trainer_for
@@ -30,23 +30,6 @@ FORMULA = 6 * MATRICES + 12 * DEPTH * WIDTH * LENGTH
 """FLOPs of a token: PaLM, appendix B, with the matrices that are multiplied."""
 SCORES = 2 * DEPTH * WIDTH * LENGTH
 """FLOPs with which the backward of fused attention computes its scores once more."""
-
-
-class Noted(Logger):
-    """Keeps what it is given."""
-
-    name, version = "noted", 0
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: Any, step: Any = None) -> None:
-        if any(name.startswith("throughput/") for name in metrics):
-            self.rows.append((step, dict(metrics)))
 
 
 def metered(
