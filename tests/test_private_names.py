@@ -72,8 +72,8 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "operation": "torch._ops.OpOverload",
     },
     "_torch/modules.py": {"tensor": "torch.nn.parameter"},  # `nn.Parameter` looks for what is set
+    "_lightning/metrics.py": {"metric": "torchmetrics.Metric"},
     "_lightning/__init__.py": {
-        "metric": "torchmetrics.Metric",
         "module": "lightning.pytorch.LightningModule",
         "strategy": "lightning.pytorch.strategies.ParallelStrategy",
         "trainer": "lightning.pytorch.Trainer",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,7 @@ from lightning_parallel._lightning import actions as actions
 from lightning_parallel._lightning import epochs as epochs
 from lightning_parallel._lightning import fetchers as fetchers
 from lightning_parallel._lightning import logs as logs
+from lightning_parallel._lightning import metrics as metrics
 from lightning_parallel._lightning import signals as signals
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import ParallelStrategy, Strategy
     from torch.distributed.device_mesh import DeviceMesh
-    from torchmetrics import Metric
 
 # Classes ------------------------------------------------------------------------------------------------------------
 
@@ -321,31 +321,3 @@ def reset_logged(trainer: Trainer) -> None:
 
 RESULTS = "_results"
 """The attribute of `_TrainingEpochLoop` that holds its `ResultCollection`; since 1.6, waits for a public name."""
-
-# torchmetrics -------------------------------------------------------------------------------------------------------
-
-
-def last_value(metric: Metric) -> Any:
-    """The last value of `metric.forward`. `Metric._forward_cache`, since 0.1; waits for a public property."""
-    return metric._forward_cache
-
-
-def state_names(metric: Metric) -> Sequence[str]:
-    """Names of the states of `metric`. `Metric._defaults`, since 0.1; waits for a public property."""
-    return list(metric._defaults)
-
-
-def set_states(metric: Metric, values: Mapping[str, Any], *, last: Any) -> None:
-    """Let `metric` have the attributes `values`, and compute from them when it is asked next.
-
-    Args:
-        metric: The metric.
-        values: Name -> value, of states and numbers.
-        last: What its `forward` returned last.
-
-    `Metric._computed` and `_forward_cache`, since 0.1; wait for a public way to load states, as `state_dict` has those
-    that are persistent only.
-    """
-    metric._computed, metric._forward_cache = None, last
-    for name, value in values.items():
-        setattr(metric, name, value)

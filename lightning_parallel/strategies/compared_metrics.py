@@ -37,9 +37,9 @@ def follow_metrics(plain: nn.Module, module: nn.Module) -> None:
     ours = _metrics_in(module)
     for path, metric in _metrics_in(plain).items():
         if (own := ours.get(path)) is not None:
-            states = {name: getattr(own, name) for name in _lightning.state_names(own)}
+            states = {name: getattr(own, name) for name in _lightning.metrics.state_names(own)}
             states = tree_map_only(Tensor, lambda value: value.detach().clone(), states)
-            _lightning.set_states(metric, {**numbers_of(own), **states}, last=None)
+            _lightning.metrics.set_states(metric, {**numbers_of(own), **states}, last=None)
 
 
 def num_updated(module: nn.Module) -> int:
@@ -106,7 +106,7 @@ def _metrics_in(module: nn.Module) -> dict[str, Metric]:
 
 
 def _states(metric: Metric) -> dict[str, Tensor]:
-    joined = {name: _joined(getattr(metric, name)) for name in _lightning.state_names(metric)}
+    joined = {name: _joined(getattr(metric, name)) for name in _lightning.metrics.state_names(metric)}
     return {name: value for name, value in joined.items() if value is not None}
 
 
@@ -126,7 +126,7 @@ def _kind(metric: Metric) -> Any:
     """The messages that a metric sends to be added up; ``None`` where nobody adds it up, or it says how itself."""
     if metric.dist_sync_fn is not None or metric.process_group is not None or not metric.sync_on_compute:
         return None
-    states = {name: getattr(metric, name) for name in _lightning.state_names(metric)}
+    states = {name: getattr(metric, name) for name in _lightning.metrics.state_names(metric)}
     entries = {name: value if isinstance(value, list) else [value] for name, value in states.items()}
     is_whole = all(isinstance(entry, Tensor) for each in entries.values() for entry in each)
     if not states or not is_whole or not metric.update_called:

@@ -36,7 +36,8 @@ class RankBuffers:
 
     def begin_step(self) -> None:
         """Compare the buffers behind the first step, and behind a later one. A collective then."""
-        if self._num_steps in _LOOKS and not self._has_told:
+        has_any = next(self._module.buffers(), None) is not None  # on all ranks, also where they have another stage
+        if has_any and self._num_steps in _LOOKS and not self._has_told:
             names = _differing(of_all_ranks(_sums(self._module)))
             if names:
                 self._tell(names)

@@ -45,7 +45,7 @@ class _Before:
     lists: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in _lightning.state_names(self.metric):
+        for name in _lightning.metrics.state_names(self.metric):
             state = getattr(self.metric, name)
             if isinstance(state, Tensor):
                 self.tensors[name] = state, _version(state)
@@ -131,7 +131,7 @@ def _update_of(path: str, before: _Before) -> UpdatedMetric:
         kept = before.num_kept(name)
         lists[name] = kept, getattr(metric, name)[kept:]
     values = {**numbers_of(metric), **{name: getattr(metric, name) for name in before.tensors}}
-    values, lists, last = tree_map_only(Tensor, _on_host, (values, lists, _lightning.last_value(metric)))
+    values, lists, last = tree_map_only(Tensor, _on_host, (values, lists, _lightning.metrics.last_value(metric)))
     return UpdatedMetric(path, values, lists, last)
 
 
@@ -147,7 +147,7 @@ def _take_over(before: _Before, other: UpdatedMetric) -> None:
     device = torch.device("cpu") if metric.compute_on_cpu else device
     new = tree_map_only(Tensor, lambda value: value.to(device), other.lists)
     lists = {name: [*before.lists[name][:kept], *entries] for name, (kept, entries) in new.items()}
-    _lightning.set_states(metric, {**values, **lists}, last=last)
+    _lightning.metrics.set_states(metric, {**values, **lists}, last=last)
 
 
 def _version(state: Tensor) -> int:
