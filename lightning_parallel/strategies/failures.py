@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.strategies.neighbours import Neighbours
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy
@@ -24,6 +25,8 @@ POLL = 1.0
 """Seconds between two looks for errors of other ranks."""
 GRACE = 30.0
 """Seconds in which a rank may notice by itself that another one has failed, before its process ends."""
+GRACE_OF_DEAD = 10.0
+"""Seconds in which a rank may notice by itself that the process of another one is gone. Launchers kill after 30."""
 _READ = 5.0
 """Seconds that rank 0, which keeps the store, waits for others to read why it ends."""
 _SHORTEST = 0.001
@@ -67,6 +70,7 @@ class FailureWatch:
         self.key = ""
         """A name that all ranks share and no other run has."""
         self._first: str | None = None
+        self._neighbours: Neighbours | None = None
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -82,8 +86,9 @@ class FailureWatch:
         # A key of this run: a process may fit again after an error that it has caught.
         self.key = f"lightning_parallel/{strategy.broadcast(f'{os.getpid()}-{time.monotonic_ns()}')}"
         self._store, self._first, self._num_said = _torch.groups.connected_store(), None, 0
+        self._neighbours = Neighbours(self._store, self.key, self._rank, self._size)
         self._is_over = threading.Event()
-        watched = self._store, self._is_over
+        watched = self._store, self._neighbours, self._is_over
         self._thread = threading.Thread(target=self._watch, args=watched, daemon=True, name="rank-failures")
         self._thread.start()
 
@@ -96,6 +101,8 @@ class FailureWatch:
         own = f"rank {self._rank} raised {words}"
         with _store_may_be_gone():
             # Rank 0 may be gone, and the store with it, when this rank has noticed that.
+            assert self._neighbours is not None
+            self._note_dead(self._store, self._neighbours)
             first = self._first or self._read(self._store, self._store.compare_set(self.key, "", own))
             vars(exception)[_NOTED] = FirstFailure(first, is_here=first == own)
             # What all ranks raise alike needs no note, nor what all of them are refused for.
@@ -187,10 +194,13 @@ class FailureWatch:
     def stop(self) -> None:
         """Watch no more."""
         self._is_over.set()
+        if self._neighbours is not None and not self.has_heard:
+            with _store_may_be_gone():
+                self._neighbours.leave()
         if self._thread is not None:
             # Python cannot end a thread that is in C++ when the process does: the process would abort.
             self._thread.join(_READ)
-        self._store = self._thread = None
+        self._store = self._thread = self._neighbours = None
 
     def _read(self, store: dist.Store, first: bytes) -> str:
         """The first error in words; this rank counts as one that knows."""
@@ -205,14 +215,21 @@ class FailureWatch:
         while store.add(f"{self.key}/read", 0) < self._size - 1 and time.monotonic() < end:
             time.sleep(0.05)
 
-    def _watch(self, store: dist.Store, is_over: threading.Event) -> None:
+    def _watch(self, store: dist.Store, neighbours: Neighbours, is_over: threading.Event) -> None:
         with _store_may_be_gone():
             while not is_over.wait(POLL):
+                has_died = self._note_dead(store, neighbours)
                 if store.check([self.key]):
                     first = self._read(store, store.get(self.key))
-                    if not is_over.wait(GRACE):
+                    if not is_over.wait(GRACE_OF_DEAD if has_died else GRACE):
                         _end(f"{first}. Rank {self._rank} waits for it in vain, and ends.")
                     return
+
+    def _note_dead(self, store: dist.Store, neighbours: Neighbours) -> bool:
+        """Tell all ranks of one on this machine that is gone, if there is one."""
+        if gone := neighbours.gone():
+            store.compare_set(self.key, "", _DIED.format(*gone))
+        return gone is not None
 
 
 def _wait(store: dist.Store, names: list[str]) -> None:
@@ -221,6 +238,11 @@ def _wait(store: dist.Store, names: list[str]) -> None:
     while not store.check(names):
         # A small part of what has been waited for already, so that little is added to it.
         time.sleep(min(max(_SHORTEST, (time.monotonic() - began) / 50), POLL))
+
+
+_DIED = (
+    "rank {} died without an error (process {}): it was killed from outside, as when memory runs out, or it crashed"
+)
 
 
 def _words(exception: BaseException) -> str:
