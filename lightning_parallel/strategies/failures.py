@@ -29,6 +29,8 @@ GRACE_OF_DEAD = 10.0
 """Seconds in which a rank may notice by itself that the process of another one is gone. Launchers kill after 30."""
 _READ = 5.0
 """Seconds that rank 0, which keeps the store, waits for others to read why it ends."""
+_OF_DEATH = 1.0
+"""Seconds in which a process ends whose connections are closed: the system does so first."""
 _SHORTEST = 0.001
 _LONGEST = 500
 _NOTED = "_lightning_parallel_first_failure"
@@ -88,7 +90,7 @@ class FailureWatch:
         self._store, self._first, self._num_said = _torch.groups.connected_store(), None, 0
         self._neighbours = Neighbours(self._store, self.key, self._rank, self._size)
         self._is_over = threading.Event()
-        watched = self._store, self._neighbours, self._is_over
+        watched = self._store, self._is_over
         self._thread = threading.Thread(target=self._watch, args=watched, daemon=True, name="rank-failures")
         self._thread.start()
 
@@ -101,15 +103,14 @@ class FailureWatch:
         own = f"rank {self._rank} raised {words}"
         with _store_may_be_gone():
             # Rank 0 may be gone, and the store with it, when this rank has noticed that.
-            assert self._neighbours is not None
-            self._note_dead(self._store, self._neighbours)
+            num_dead = self._note_dead(_OF_DEATH if _is_of_connection(exception) else 0.0)
             first = self._first or self._read(self._store, self._store.compare_set(self.key, "", own))
             vars(exception)[_NOTED] = FirstFailure(first, is_here=first == own)
             # What all ranks raise alike needs no note, nor what all of them are refused for.
             if first != own and words not in first and not isinstance(exception, ConfigurationError):
                 exception.add_note(f"Before that, {first}")
-            if first == own and self._rank == 0:
-                self._wait_for_readers(self._store)
+            if (first == own or num_dead) and self._rank == 0:
+                self._wait_for_readers(self._store, self._size - 1 - num_dead)
 
     @property
     def has_heard(self) -> bool:
@@ -210,26 +211,32 @@ class FailureWatch:
                 store.add(f"{self.key}/read", 1)
         return self._first
 
-    def _wait_for_readers(self, store: dist.Store) -> None:
+    def _wait_for_readers(self, store: dist.Store, count: int) -> None:
         end = time.monotonic() + _READ
-        while store.add(f"{self.key}/read", 0) < self._size - 1 and time.monotonic() < end:
+        while store.add(f"{self.key}/read", 0) < count and time.monotonic() < end:
             time.sleep(0.05)
 
-    def _watch(self, store: dist.Store, neighbours: Neighbours, is_over: threading.Event) -> None:
+    def _watch(self, store: dist.Store, is_over: threading.Event) -> None:
         with _store_may_be_gone():
             while not is_over.wait(POLL):
-                has_died = self._note_dead(store, neighbours)
+                num_dead = self._note_dead()
                 if store.check([self.key]):
                     first = self._read(store, store.get(self.key))
-                    if not is_over.wait(GRACE_OF_DEAD if has_died else GRACE):
+                    if not is_over.wait(GRACE_OF_DEAD if num_dead else GRACE):
                         _end(f"{first}. Rank {self._rank} waits for it in vain, and ends.")
                     return
 
-    def _note_dead(self, store: dist.Store, neighbours: Neighbours) -> bool:
-        """Tell all ranks of one on this machine that is gone, if there is one."""
-        if gone := neighbours.gone():
-            store.compare_set(self.key, "", _DIED.format(*gone))
-        return gone is not None
+    def _note_dead(self, seconds: float = 0.0) -> int:
+        """Tell all ranks of those on this machine whose processes are gone; how many there are, as soon as there are."""
+        end = time.monotonic() + seconds
+        neighbours, store = self._neighbours, self._store
+        if neighbours is None or store is None:
+            return 0
+        while not (gone := neighbours.gone()) and time.monotonic() < end:
+            time.sleep(_SHORTEST)
+        if gone:
+            store.compare_set(self.key, "", _DIED.format(*gone[0]))
+        return len(gone)
 
 
 def _wait(store: dist.Store, names: list[str]) -> None:
@@ -243,6 +250,12 @@ def _wait(store: dist.Store, names: list[str]) -> None:
 _DIED = (
     "rank {} died without an error (process {}): it was killed from outside, as when memory runs out, or it crashed"
 )
+
+
+def _is_of_connection(exception: BaseException) -> bool:
+    """Whether it says that another process may be gone, in the words of gloo or NCCL."""
+    said = str(exception).lower()
+    return isinstance(exception, RuntimeError) and ("connection" in said or "remote process" in said)
 
 
 def _words(exception: BaseException) -> str:
