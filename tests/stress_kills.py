@@ -122,7 +122,7 @@ class Attempt:
 def _train(rank: int, port: int, folder: str, *args: Any) -> None:
     ends = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": "2"}
     os.environ.update(ENVIRONMENT, LOCAL_RANK=str(rank), **ends)
-    said = (Path(folder) / f"said-{rank}").open("a")  # noqa: SIM115 - open as long as the process lives
+    said = (Path(folder) / f"said-{rank}").open("a")
     os.dup2(said.fileno(), 1)
     os.dup2(said.fileno(), 2)
     torch.set_num_threads(1)

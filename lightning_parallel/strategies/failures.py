@@ -227,7 +227,7 @@ class FailureWatch:
                     return
 
     def _note_dead(self, seconds: float = 0.0) -> int:
-        """Tell all ranks of those on this machine whose processes are gone; how many there are, as soon as there are."""
+        """Tell all ranks of those on this machine that are gone; returns how many, as soon as there are any."""
         end = time.monotonic() + seconds
         neighbours, store = self._neighbours, self._store
         if neighbours is None or store is None:
@@ -247,9 +247,7 @@ def _wait(store: dist.Store, names: list[str]) -> None:
         time.sleep(min(max(_SHORTEST, (time.monotonic() - began) / 50), POLL))
 
 
-_DIED = (
-    "rank {} died without an error (process {}): it was killed from outside, as when memory runs out, or it crashed"
-)
+_DIED = "rank {} died without an error (process {}): it was killed from outside, as when memory runs out, or it crashed"
 
 
 def _is_of_connection(exception: BaseException) -> bool:

@@ -68,7 +68,8 @@ def identity(pid: int) -> str:
     """
     try:
         # Containers on one machine count their processes apart.
-        machine = f"{(_PROCESSES / 'sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        started = (_PROCESSES / "sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{started} {(_PROCESSES / 'self/ns/pid').readlink()}"
         # The name of a program, which comes first and in parentheses, may have spaces in it.
         state, *rest = (_PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,6 +1,6 @@
 """A run that may be killed at any moment: what it has read is on the disk before each step, and it always goes on.
 
-    torchrun --nproc-per-node=2 --max-restarts=2 -m tests.jobs.killed FOLDER fsdp_custom --epochs 2
+torchrun --nproc-per-node=2 --max-restarts=2 -m tests.jobs.killed FOLDER fsdp_custom --epochs 2
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Noting(Deep):
 
     def on_train_start(self) -> None:
         self.attempt = self.trainer.strategy.broadcast(time.time_ns())
-        self.note("start", self.attempt, self.global_step, self.trainer.world_size)
+        self.note("start", self.attempt, self.global_step, self.trainer.world_size, os.getpid())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.note("read", self.attempt, self.global_step, self.current_epoch, batch[1].tolist())
@@ -75,7 +75,7 @@ def notes(folder: Path, kind: str) -> list[list[Any]]:
 
 def history(folder: Path) -> dict[int, Counter[int]]:
     """Epoch -> how often each sample was read in it, by steps that count: no later attempt has gone on before them."""
-    starts = {attempt: step for attempt, step, _ in notes(folder, "start")}
+    starts = {attempt: step for attempt, step, *_ in notes(folder, "start")}
     found: dict[int, Counter[int]] = {}
     for attempt, step, epoch, samples in notes(folder, "read"):
         if all(step < start for later, start in starts.items() if later > attempt):
