@@ -34,8 +34,8 @@ def start(tmp_path: Path) -> Iterator[Any]:
         ours = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=1", "--monitor-interval=0.1", *options]
         theirs = ["-m", "tests.jobs.killed", str(tmp_path), NAME, f"--epochs={EPOCHS}", "--step-time=0.05"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        out = (tmp_path / f"said-{len(started)}").open("wb")
-        started.append(subprocess.Popen([*ours, *theirs], env=environment, stdout=out, stderr=subprocess.STDOUT))
+        with (tmp_path / f"said-{len(started)}").open("wb") as out:
+            started.append(subprocess.Popen([*ours, *theirs], env=environment, stdout=out, stderr=subprocess.STDOUT))
         return started[-1]
 
     yield agent
