@@ -77,16 +77,16 @@ def leave_ended_epoch(trainer: Trainer) -> None:
     `_FitLoop.restarted_mid_epoch`, `restarted_on_epoch_end` and `update_restart_stage`, since 2.5.1, and `_restarting`;
     they wait for Lightning to do so.
     """
-    loop = trainer.fit_loop
-    progress: Any = loop.epoch_progress.current
+    fit_loop = trainer.fit_loop
+    progress: Any = fit_loop.epoch_progress.current
     if progress.started != progress.processed:
         return
-    if loop.restarted_mid_epoch:
-        loop.reset_restart_stage()
-    elif loop.restarted_on_epoch_end:
-        loop.epoch_progress.increment_completed()
-        loop._restarting = loop.epoch_loop.restarting = False  # the loop's own setter goes by `max_epochs`
-        loop.update_restart_stage()
+    if fit_loop.restarted_mid_epoch:
+        fit_loop.reset_restart_stage()
+    elif fit_loop.restarted_on_epoch_end:
+        fit_loop.epoch_progress.increment_completed()
+        fit_loop._restarting = fit_loop.epoch_loop.restarting = False  # the loop's own setter goes by `max_epochs`
+        fit_loop.update_restart_stage()
 
 
 def load_waiting_states(trainer: Trainer) -> bool:
