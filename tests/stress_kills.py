@@ -156,6 +156,7 @@ class Killer:
             self._kill_one()
         if not self.report.problems:
             self._finish(self._killed)
+        if not self.report.problems:
             self._compare()
         return self.report
 
