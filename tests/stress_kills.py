@@ -3,7 +3,7 @@
     python -m tests.stress_kills 50 fsdp_custom
     python -m tests.stress_kills 50 fsdp_custom:checkpoint=sharded --seed 1
 
-Two ranks train a small GPT on shuffled samples, with gradient accumulation or not, and save every two steps. SIGKILL
+Two ranks train a small GPT on shuffled samples, and save every two steps. SIGKILL
 comes to one of them or to both: a third of the times inside of a save, else at any moment from the start of the
 processes on. The rest is ended as torchrun does, by SIGTERM, and the run goes on with ``ckpt_path="last"``.
 """
