@@ -74,11 +74,7 @@ class RankPool:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (rank, size, port, theirs, str(folder))
-            process = context.Process(target=_serve, args=arguments, daemon=True)
-            server = _SERVERS[rank % len(_SERVERS)]
-            with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
-                process.start()
+            process = forked(rank, _serve, rank, size, port, theirs, str(folder))
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
@@ -140,6 +136,15 @@ class RankPool:
             process.kill()
         for process in self._processes:
             process.join()
+
+
+def forked(rank: int, target: Callable[..., None], *args: Any) -> Any:
+    """A process that runs a function and was forked from the server of that rank, which has imported everything."""
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=args, daemon=True)
+    server = _SERVERS[rank % len(_SERVERS)]
+    with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+        process.start()
+    return process
 
 
 def free_port() -> int:

@@ -84,6 +84,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "trainer.fit_loop.epoch_loop": f"{LOOPS}training_epoch_loop._TrainingEpochLoop",
     },
     "_lightning/epochs.py": {
+        "fit_loop": f"{LOOPS}fit_loop._FitLoop",
         "combined": "lightning.pytorch.utilities.combined_loader.CombinedLoader",
         "iterator": "lightning.pytorch.utilities.combined_loader._MinSize",
         "loop": f"{LOOPS}training_epoch_loop._TrainingEpochLoop",

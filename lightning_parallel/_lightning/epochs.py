@@ -68,6 +68,27 @@ def begin_pass(trainer: Trainer) -> None:
     iter(trainer.fit_loop._data_fetcher)
 
 
+def leave_ended_epoch(trainer: Trainer) -> None:
+    """Let `trainer` begin an epoch after a checkpoint of the end of the one before, as it begins any other.
+
+    After one of the last batch, Lightning takes the next epoch for one that has begun: it calls no
+    `on_train_epoch_start`, and checkpoints of this and all later epochs say that none is under way. After one that
+    `on_train_epoch_end` saved under `max_steps` without `max_epochs`, it reads one more batch of the epoch.
+    `_FitLoop.restarted_mid_epoch`, `restarted_on_epoch_end` and `update_restart_stage`, since 2.5.1, and `_restarting`;
+    they wait for Lightning to do so.
+    """
+    fit_loop = trainer.fit_loop
+    progress: Any = fit_loop.epoch_progress.current
+    if progress.started != progress.processed:
+        return
+    if fit_loop.restarted_mid_epoch:
+        fit_loop.reset_restart_stage()
+    elif fit_loop.restarted_on_epoch_end:
+        fit_loop.epoch_progress.increment_completed()
+        fit_loop._restarting = fit_loop.epoch_loop.restarting = False  # the loop's own setter goes by `max_epochs`
+        fit_loop.update_restart_stage()
+
+
 def load_waiting_states(trainer: Trainer) -> bool:
     """Give loaders the states of a checkpoint that they were made too early for; whether there were any.
 

@@ -179,6 +179,7 @@ class DataPosition:
     def begin(self, trainer: Trainer) -> None:
         """Take up the position of the checkpoint, once the trainer knows with which epoch it goes on. A collective."""
         self.is_exact = False
+        _lightning.epochs.leave_ended_epoch(trainer)
         if (loaded := self._loaded) is None or self._trainer is None:
             return
         epoch, _ = _lightning.epochs.place_of_epoch(trainer)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.strategies.neighbours import Neighbours
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy
@@ -24,8 +25,12 @@ POLL = 1.0
 """Seconds between two looks for errors of other ranks."""
 GRACE = 30.0
 """Seconds in which a rank may notice by itself that another one has failed, before its process ends."""
+GRACE_OF_DEAD = 10.0
+"""Seconds in which a rank may notice by itself that the process of another one is gone. Launchers kill after 30."""
 _READ = 5.0
 """Seconds that rank 0, which keeps the store, waits for others to read why it ends."""
+_OF_DEATH = 1.0
+"""Seconds in which a process ends whose connections are closed: the system does so first."""
 _SHORTEST = 0.001
 _LONGEST = 500
 _NOTED = "_lightning_parallel_first_failure"
@@ -67,6 +72,7 @@ class FailureWatch:
         self.key = ""
         """A name that all ranks share and no other run has."""
         self._first: str | None = None
+        self._neighbours: Neighbours | None = None
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -82,6 +88,7 @@ class FailureWatch:
         # A key of this run: a process may fit again after an error that it has caught.
         self.key = f"lightning_parallel/{strategy.broadcast(f'{os.getpid()}-{time.monotonic_ns()}')}"
         self._store, self._first, self._num_said = _torch.groups.connected_store(), None, 0
+        self._neighbours = Neighbours(self._store, self.key, self._rank, self._size)
         self._is_over = threading.Event()
         watched = self._store, self._is_over
         self._thread = threading.Thread(target=self._watch, args=watched, daemon=True, name="rank-failures")
@@ -96,13 +103,14 @@ class FailureWatch:
         own = f"rank {self._rank} raised {words}"
         with _store_may_be_gone():
             # Rank 0 may be gone, and the store with it, when this rank has noticed that.
+            num_dead = self._note_dead(_OF_DEATH if _is_of_connection(exception) else 0.0)
             first = self._first or self._read(self._store, self._store.compare_set(self.key, "", own))
             vars(exception)[_NOTED] = FirstFailure(first, is_here=first == own)
             # What all ranks raise alike needs no note, nor what all of them are refused for.
             if first != own and words not in first and not isinstance(exception, ConfigurationError):
                 exception.add_note(f"Before that, {first}")
-            if first == own and self._rank == 0:
-                self._wait_for_readers(self._store)
+            if (first == own or num_dead) and self._rank == 0:
+                self._wait_for_readers(self._store, self._size - 1 - num_dead)
 
     @property
     def has_heard(self) -> bool:
@@ -187,10 +195,13 @@ class FailureWatch:
     def stop(self) -> None:
         """Watch no more."""
         self._is_over.set()
+        if self._neighbours is not None and not self.has_heard:
+            with _store_may_be_gone():
+                self._neighbours.leave()
         if self._thread is not None:
             # Python cannot end a thread that is in C++ when the process does: the process would abort.
             self._thread.join(_READ)
-        self._store = self._thread = None
+        self._store = self._thread = self._neighbours = None
 
     def _read(self, store: dist.Store, first: bytes) -> str:
         """The first error in words; this rank counts as one that knows."""
@@ -200,19 +211,32 @@ class FailureWatch:
                 store.add(f"{self.key}/read", 1)
         return self._first
 
-    def _wait_for_readers(self, store: dist.Store) -> None:
+    def _wait_for_readers(self, store: dist.Store, count: int) -> None:
         end = time.monotonic() + _READ
-        while store.add(f"{self.key}/read", 0) < self._size - 1 and time.monotonic() < end:
+        while store.add(f"{self.key}/read", 0) < count and time.monotonic() < end:
             time.sleep(0.05)
 
     def _watch(self, store: dist.Store, is_over: threading.Event) -> None:
         with _store_may_be_gone():
             while not is_over.wait(POLL):
+                num_dead = self._note_dead()
                 if store.check([self.key]):
                     first = self._read(store, store.get(self.key))
-                    if not is_over.wait(GRACE):
+                    if not is_over.wait(GRACE_OF_DEAD if num_dead else GRACE):
                         _end(f"{first}. Rank {self._rank} waits for it in vain, and ends.")
                     return
+
+    def _note_dead(self, seconds: float = 0.0) -> int:
+        """Tell all ranks of those on this machine that are gone; returns how many, as soon as there are any."""
+        end = time.monotonic() + seconds
+        neighbours, store = self._neighbours, self._store
+        if neighbours is None or store is None:
+            return 0
+        while not (gone := neighbours.gone()) and time.monotonic() < end:
+            time.sleep(_SHORTEST)
+        if gone:
+            store.compare_set(self.key, "", _DIED.format(*gone[0]))
+        return len(gone)
 
 
 def _wait(store: dist.Store, names: list[str]) -> None:
@@ -221,6 +245,15 @@ def _wait(store: dist.Store, names: list[str]) -> None:
     while not store.check(names):
         # A small part of what has been waited for already, so that little is added to it.
         time.sleep(min(max(_SHORTEST, (time.monotonic() - began) / 50), POLL))
+
+
+_DIED = "rank {} died without an error (process {}): it was killed from outside, as when memory runs out, or it crashed"
+
+
+def _is_of_connection(exception: BaseException) -> bool:
+    """Whether it says that another process may be gone, in the words of gloo or NCCL."""
+    said = str(exception).lower()
+    return isinstance(exception, RuntimeError) and ("connection" in said or "remote process" in said)
 
 
 def _words(exception: BaseException) -> str:

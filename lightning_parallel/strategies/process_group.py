@@ -17,6 +17,7 @@ from lightning_parallel import _lightning
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.collectives import stacked
 from lightning_parallel.ranks.uneven_rows import as_many_rows
+from lightning_parallel.strategies.fresh_store import fresh_store, is_store_kept
 from lightning_parallel.strategies.launchers import RankOptions, build_launcher, start_violations
 from lightning_parallel.strategies.refusals import device_violations
 from lightning_parallel.strategies.sampling import SampleDealer
@@ -122,9 +123,14 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
         self.set_world_ranks()
         self._process_group_backend = self.chosen_backend()
         assert self.cluster_environment is not None
+        # Ranks that torchrun has started again must not meet those before them.
+        ranks = self.global_rank, self.world_size
+        begins_anew = is_store_kept() and not dist.is_initialized()
+        store = {"store": fresh_store(*ranks, self._timeout)} if begins_anew else {}
         _lightning.init_process_group(
             self.cluster_environment,
             self._process_group_backend,
+            **store,
             timeout=self._timeout,
             device_id=self.root_device if self._device_type != "cpu" else None,
         )

@@ -83,7 +83,7 @@ def loader_of(kind: str, num_samples: int, batch_size: int) -> DataLoader[Any]:
     if kind == "batch sampler":
         return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), batch_size, drop_last=False))
     if kind in ("own", "lying"):
-        return DataLoader(data, batch_sampler=Pairs(num_samples, 4 if kind == "lying" else 0))  # type: ignore[arg-type]
+        return DataLoader(data, batch_sampler=Pairs(num_samples, 21 if kind == "lying" else 0))  # type: ignore[arg-type]
     return DataLoader(data, batch_size, drop_last=kind == "drop_last", shuffle=kind == "shuffled")
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import threading
 import time
 from typing import Any
@@ -9,8 +12,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_parallel.strategies import failures
+from lightning_parallel.strategies.neighbours import Neighbours
 from tests.data import loader
 from tests.models.pipelined import DeepTied
 from tests.names import num_readers
@@ -85,6 +90,44 @@ def again(strategy: str) -> list[bool]:
 
 def test_a_process_that_has_caught_an_error_fits_again(ranks: Any) -> None:
     assert ranks(2).run(again, "ddp_custom") == [[True, True]] * 2
+
+
+def fit_beside_a_dead_rank(strategy: str) -> None:
+    """Rank 1 is killed in its second step, and rank 0 waits for it in something that no collective ends."""
+
+    class Dies(DeepTied):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 1:
+                if self.global_rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(100)
+            return super().training_step(batch, batch_idx)
+
+    with mock.patch.object(failures, "GRACE_OF_DEAD", 0.2), mock.patch.object(failures, "POLL", 0.1):
+        trainer_for(strategy, 2).fit(Dies(), loader(num_readers(strategy, 2)))
+
+
+def test_a_rank_that_waits_for_a_dead_one_ends(ranks: Any) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(fit_beside_a_dead_rank, "ddp_custom", deadline=60)
+    assert "rank 0 died with exit code 1" in str(caught.value)
+    assert "rank 1 died without an error (process" in str(caught.value)
+    assert "Rank 0 waits for it in vain, and ends." in str(caught.value)
+
+
+def test_only_a_process_that_is_gone_without_leave_is_dead() -> None:
+    store = dist.HashStore()
+    first = Neighbours(store, "run", 0, 3)
+    with subprocess.Popen(["sleep", "100"]) as other:
+        with mock.patch.object(os, "getpid", return_value=other.pid):
+            second = Neighbours(store, "run", 1, 3)
+        assert first.gone() == second.gone() == []
+        other.kill()
+        while first.gone() != [(1, other.pid)]:  # nobody has asked for its status: it is dead, and still listed
+            time.sleep(0.01)
+    assert first.gone() == [(1, other.pid)]
+    second.leave()
+    assert first.gone() == []
 
 
 def test_in_one_process_nobody_watches() -> None:

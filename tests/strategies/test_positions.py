@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_parallel.strategies.loader_lengths import has_exact_length
 from lightning_parallel.strategies.positioned_batches import PositionedBatches, Start
-from tests.jobs.positions import NUM_SAMPLES, fit
+from tests.jobs.positions import NUM_SAMPLES, SaveAt, fit
 from tests.parity import TOLERANCE, difference
 
 STEPS = 6
@@ -78,6 +79,38 @@ def test_a_second_resume_in_the_same_epoch(ranks: Any, tmp_path: Path, names: tu
     resumed = run(ranks, names[2], second, from_path=second)
     assert [rank["seen"] for rank in resumed] == [rank["seen"][3:] for rank in whole]
     assert difference(resumed[0]["weights"], whole[0]["weights"]) < TOLERANCE
+
+
+class SavesAtEpochEnd(Callback):
+    """Saves where `ModelCheckpoint` does without validation, in the first epoch."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.epochs = path, list[int]()
+
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+        self.epochs.append(trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("more", [2, STEPS])
+def test_a_second_resume_behind_the_end_of_an_epoch(tmp_path: Path, at_end: bool, more: int) -> None:
+    """Lightning takes the next epoch for one that has begun, or reads one more batch of the one before."""
+    first, second = str(tmp_path / "first.ckpt"), str(tmp_path / "second.ckpt")
+    limits = {"max_epochs": -1, "max_steps": 2 * STEPS + 2}
+    whole = fit(
+        "ddp_custom", 1, first, save=STEPS, **limits, **({"callbacks": [SavesAtEpochEnd(first)]} if at_end else {})
+    )
+    saves, starts = SaveAt(second, more), SavesAtEpochEnd("")
+    resumed = fit("ddp_custom", 1, second, from_path=first, **limits, callbacks=[saves, starts])
+    assert (resumed["seen"], resumed["told"]) == (whole["seen"][STEPS:], [])
+    assert starts.epochs == [1, 2]
+    again = fit("ddp_custom", 1, second, from_path=second, **limits)
+    assert (again["seen"], again["told"]) == (whole["seen"][STEPS + more :], [])
+    assert difference(again["weights"], whole["weights"]) == 0
 
 
 @pytest.mark.parametrize("kind", ["workers", "persistent"])

@@ -31,6 +31,7 @@ class Stops(ByteGPT):
     def __init__(self, place: str, batch: int, ranks: tuple[int, ...]) -> None:
         super().__init__("sgd")
         self.place, self.batch, self.ranks = place, batch, ranks
+        self.num_validations = 0
 
     def stop(self, place: str, batch: int | None = None) -> None:
         if place == self.place and batch in (None, self.batch) and self.global_rank in self.ranks:
@@ -45,6 +46,7 @@ class Stops(ByteGPT):
 
     def on_validation_epoch_end(self) -> None:
         if not self.trainer.sanity_checking:
+            self.num_validations += 1
             self.stop("validation")
 
     def on_train_epoch_end(self) -> None:
@@ -53,13 +55,14 @@ class Stops(ByteGPT):
 
 def trained(
     strategy: str, num_ranks: int, place: str, batch: int, ranks: tuple[int, ...], **kwargs: Any
-) -> tuple[int, int, dict[str, Tensor]]:
-    """Updates, epochs and weights."""
+) -> tuple[int, int, int, dict[str, Tensor]]:
+    """Updates, epochs, validations and weights."""
     L.seed_everything(3, verbose=False)
     readers = num_readers(strategy, num_ranks) if num_ranks > 1 else 1
     trainer = trainer_for(strategy, num_ranks, max_epochs=3, **kwargs)
-    trainer.fit(Stops(place, batch, ranks), loader(readers), loader(readers, 2))
-    return trainer.global_step, trainer.current_epoch, full_state_dict(trainer)
+    module = Stops(place, batch, ranks)
+    trainer.fit(module, loader(readers), loader(readers, 2))
+    return trainer.global_step, trainer.current_epoch, module.num_validations, full_state_dict(trainer)
 
 
 @functools.cache
@@ -69,8 +72,8 @@ def alone(place: str, batch: int, **kwargs: Any) -> Any:
 
 def assert_equal(found: Any, expected: Any) -> None:
     for each in found:
-        assert each[:2] == expected[:2]
-    assert difference(found[0][2], expected[2]) <= TOLERANCE
+        assert each[:3] == expected[:3]
+    assert difference(found[0][3], expected[3]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", NAMES)

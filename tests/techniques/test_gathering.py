@@ -13,6 +13,7 @@ from lightning_parallel.module import layer_stacks
 from tests.data import batches
 from tests.jobs.fits import note_of
 from tests.models import called_parts as parts
+from tests.models.cases import ByteGPT
 from tests.names import num_readers
 from tests.parity import TOLERANCE, Outcome, is_moving, once, train_module, worst
 from tests.rank_pool import RankError
@@ -104,6 +105,21 @@ def test_the_message_names_the_value_that_helps(ranks: Any, make: Any, strategy:
     expected = once(trained, make, "auto", 1)
     given = f"{strategy}:{','.join(values).replace(chr(39), '')}"
     assert worst(ranks(2).run(trained, make, given, 2)[0], expected) <= TOLERANCE
+
+
+class CalledAfterBackward(ByteGPT):
+    """Calls layers, which are units, and what is around them, between backward and the update."""
+
+    def on_after_backward(self) -> None:
+        with torch.no_grad():
+            self.sampled = self.model(torch.zeros(1, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp_custom", "zero2_custom"])
+def test_shards_are_there_behind_a_call_in_a_hook(ranks: Any, strategy: str) -> None:
+    """The comparison of the first step finds no gradients otherwise."""
+    expected = once(trained, CalledAfterBackward, "auto", 1)
+    assert worst(ranks(2).run(trained, CalledAfterBackward, strategy, 2)[0], expected) <= TOLERANCE
 
 
 class GradientInHook(parts.CallsParts):
