@@ -85,7 +85,7 @@ class LockStepStrategy(ProcessGroupStrategy):
     @property
     @override
     def may_be_uneven(self) -> bool:
-        return self._turns is not None
+        return self._turns is not None or self.module.trainer.predicting
 
     @override
     def on_train_start(self) -> None:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _PROCESSES = Path("/proc")
+_NEAR = 16
+"""Ranks of a machine follow each other: of a thousand ranks, each asks the store for a few only."""
 
 
 class Neighbours:
@@ -26,7 +28,8 @@ class Neighbours:
     def __init__(self, store: dist.Store, key: str, rank: int, size: int) -> None:
         self._store, self._key, self._rank = store, key, rank
         self._own = identity(os.getpid())
-        self._unread = [other for other in range(size) if other != rank]
+        near = range(max(0, rank - _NEAR), min(size, rank + _NEAR + 1))
+        self._unread = [other for other in near if other != rank]
         self._processes: dict[int, tuple[int, str]] = {}
         self._looks = threading.Lock()  # a thread looks now and then, and the main one when it has failed
         store.set(f"{key}/process/{rank}", self._own)

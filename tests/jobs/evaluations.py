@@ -60,6 +60,12 @@ class Evaluated(DeepTied):
         self.count.reset()
         self.values.reset()
 
+    def predict_step(self, batch: Any, batch_idx: int) -> None:
+        self.own.append(batch[0].float().mean(1))
+
+    def on_predict_epoch_end(self) -> None:
+        self.gathered = self.all_gather(torch.cat(self.own))
+
     test_step = validation_step
     on_test_epoch_end = on_validation_epoch_end
 
@@ -113,3 +119,14 @@ def evaluated(
     gathered = [] if module.gathered is None else module.gathered.flatten().tolist()
     words = [str(each.message) for each in told if "count twice" in str(each.message)]
     return logged | {"count": module.counted}, module.kept, gathered, words
+
+
+def predicted(strategy: str, num_ranks: int, num_samples: int) -> list[float]:
+    """Values of predictions that a hook gathers at the end."""
+    module = Evaluated()
+    trainer = trainer_for(strategy, num_ranks)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.predict(module, loader_of("", num_samples, GLOBAL // 2), return_predictions=False)
+    assert module.gathered is not None
+    return module.gathered.flatten().tolist()

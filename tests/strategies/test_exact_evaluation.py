@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_parallel.strategies import sampling
-from tests.jobs.evaluations import evaluated, loader_of
+from tests.jobs.evaluations import evaluated, loader_of, predicted
 from tests.models.containers import Collects
 from tests.models.pipelined import DeepTied
 from tests.parity import TOLERANCE, trainer_for
@@ -84,6 +84,15 @@ def test_gathered_rows_are_as_many(name: str, gathers: str, ranks: Any) -> None:
     words = [word for _, _, _, told in results for word in told]
     assert len(words) == (0 if name == "pp_custom" else 1)
     assert all("gives [" in word and "rank 1 gives" in word and "count twice" in word for word in words)
+
+
+@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom"])
+def test_predictions_are_gathered(name: str, ranks: Any) -> None:
+    """Lightning repeats none either, and ranks may have different numbers."""
+    expected = sorted(set(predicted("auto", 1, 29)))
+    for found in ranks(2).run(predicted, name, 2, 29, deadline=60):
+        assert len(found) == 30
+        assert sorted(set(found)) == pytest.approx(expected)
 
 
 def collected(name: str) -> dict[str, Any]:
