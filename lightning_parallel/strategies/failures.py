@@ -102,8 +102,9 @@ class FailureWatch:
         words = _words(exception)
         own = f"rank {self._rank} raised {words}"
         with _store_may_be_gone():
-            # Rank 0 may be gone, and the store with it, when this rank has noticed that.
-            num_dead = self._note_dead(_OF_DEATH if _is_of_connection(exception) else 0.0)
+            num_dead = 0
+            if not self.has_heard:  # else rank 0 may be gone, and the store with it
+                num_dead = self._note_dead(_OF_DEATH if _is_of_connection(exception) else 0.0)
             first = self._first or self._read(self._store, self._store.compare_set(self.key, "", own))
             vars(exception)[_NOTED] = FirstFailure(first, is_here=first == own)
             # What all ranks raise alike needs no note, nor what all of them are refused for.

@@ -85,7 +85,8 @@ class LockStepStrategy(ProcessGroupStrategy):
     @property
     @override
     def may_be_uneven(self) -> bool:
-        return self._turns is not None or self.module.trainer.predicting
+        module = self.lightning_module  # none is connected yet where a script asks between runs
+        return self._turns is not None or (module is not None and module.trainer.predicting)
 
     @override
     def on_train_start(self) -> None:

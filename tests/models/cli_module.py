@@ -28,8 +28,13 @@ class Module(L.LightningModule):
 
 
 class Data(L.LightningDataModule):
+    def __init__(self, num_samples: int = 16) -> None:
+        super().__init__()
+        self.num_samples = num_samples
+
     def train_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(0))), batch_size=4)
+        samples = torch.randn(self.num_samples, 4, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(samples), batch_size=4)
 
 
 class Layered(Module):
