@@ -24,6 +24,7 @@ from lightning_parallel._torch import (
     tensors,
     unit_classes,
     unit_parameters,
+    whole_operands,
 )
 
 __all__ = [
@@ -46,4 +47,5 @@ __all__ = [
     "tensors",
     "unit_classes",
     "unit_parameters",
+    "whole_operands",
 ]
