@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -144,3 +145,49 @@ class Apart(Case):
         for layer in self.layers:
             x = layer(x)
         return next_token_loss(self.head(x), tokens)
+
+
+class GraphLayer(nn.Module):
+    """As GPSConv of PyG: messages along edges, and attention among the nodes of each graph, on `[nodes, width]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x: Tensor, edges: Tensor, graph: Tensor) -> Tensor:
+        source, target = edges[:, (edges < len(x)).all(0)]
+        heard = torch.zeros_like(x).index_add(0, target, self.local(x)[source])
+        counts = torch.bincount(graph)
+        mask = torch.arange(int(counts.max())) < counts[:, None]
+        padded = x.new_zeros(*mask.shape, WIDTH).masked_scatter(mask[:, :, None], x)
+        attended, _ = self.attention(padded, padded, padded, key_padding_mask=~mask, need_weights=False)
+        return self.norm(x + heard + attended[mask])  # type: ignore[no-any-return]
+
+
+class GraphNet(L.LightningModule):
+    """A batch is nodes, edges and the graph of each node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(GraphLayer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        nodes, edges, graph = batch
+        x = self.nodes(nodes)
+        for layer in self.layers:
+            x = layer(x, edges, graph)
+        return self.head(x).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def graphs(sizes: list[int]) -> list[Any]:
+    """One batch of graphs with so many nodes, as a loader gives it."""
+    number, drawn = sum(sizes), torch.Generator().manual_seed(0)
+    edges = torch.randint(0, number, (2, 2 * number), generator=drawn)
+    graph = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    return [(torch.arange(number) % VOCABULARY, edges, graph)]

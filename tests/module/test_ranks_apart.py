@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from lightning_parallel import ConfigurationError, build_strategy
 from tests.data import batches
-from tests.models.apart import Apart
+from tests.models.apart import Apart, GraphNet, graphs
 from tests.parity import make_trainer
 
 DEADLINE = 60.0
@@ -63,3 +64,22 @@ def test_features_that_fail_on_one_rank_are_refused_on_all(ranks: Any, strategy:
     found = ranks(2).run(refusal, "MarkedFeature", strategy, deadline=DEADLINE)
     assert ["feature 63 of 32" in message for message in found] == [False, True], found
     assert all("layers.0 (MarkedFeature)" in message for message in found)
+
+
+def refusals_of_graphs(strategy: str) -> list[str]:
+    """Of graphs of which one rank has more than the other, and larger ones."""
+    found = []
+    for sizes in ([3, 7, 5, 9], [2, 2, 17], [20, 1]):
+        try:
+            loader = DataLoader(graphs(sizes), batch_size=None)  # type: ignore[arg-type]
+            make_trainer(build_strategy(strategy), 2).fit(GraphNet(), loader)
+            found.append("")
+        except ConfigurationError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+def test_messages_along_edges_are_refused_on_all(ranks: Any, attention: str) -> None:
+    found = ranks(2).run(refusals_of_graphs, f"cp_custom:context_attention={attention}", deadline=DEADLINE)
+    assert all("layers.0 (GraphLayer)" in message for messages in found for message in messages), found
