@@ -59,6 +59,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "unit": f"{FSDP}_fully_shard.FSDPModule",
     },
     "_torch/groups.py": {
+        "arg": "torch.ScriptObject",
         "mesh": "torch.distributed.DeviceMesh",
         "options": "torch.distributed.distributed_c10d.ProcessGroupGloo._Options",
     },

@@ -277,7 +277,6 @@ FURTHER_NETS: dict[str, type[Case]] = {
 REFUSED_NETS = {
     "kept": (net(Kept, sizes=SIZES), "changes what layers.0 (Kept) computes"),
     "kept_as_buffers": (net(KeptAsBuffers), "changes what layers.0 (KeptAsBuffers) computes"),
-    "handing_on": (HandingOn, "takes no mask"),  # in a ring
     "mixed_behind_a_gate": (net(MixedBehindAGate), "changes what layers.0 (MixedBehindAGate) computes"),
 }
 
