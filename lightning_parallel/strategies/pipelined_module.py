@@ -155,13 +155,17 @@ class PipelinedModule:
         if name not in self._looked_at:
             self._looked_at.add(name)
             if (positions := self._misplaced(name, part, args)) is not None:
-                return Placement(positions, self._cut.plan.placement.costs, self._cut.router.side_inputs.by_step)
+                return self._placement(positions=positions)
         if name == TRAINING and self._cut.plan.policy.stages == "time" and _TIMES not in self._looked_at:
             self._looked_at.add(_TIMES)
             costs, plan = self._measured(part, args), self._cut.plan.stages
             if is_worth_moving(costs, plan.counts, balanced(costs, plan.num_stages)):
-                return Placement(self._cut.plan.placement.positions, costs, self._cut.router.side_inputs.by_step)
+                return self._placement(costs=costs)
         return None
+
+    def _placement(self, **news: Any) -> Placement:
+        """The present placement with what traces have shown, and other news."""
+        return replace(self._cut.plan.placement, known=self._cut.router.side_inputs.traced, **news)
 
     def _misplaced(self, name: str, part: Any, args: Any) -> Positions | None:
         """Where parameters are used, unless each stage has what it uses already."""

@@ -24,19 +24,18 @@ from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.hidden_states import hidden_in, with_hidden
 from lightning_parallel.module.placeholders import (
     Placeholder,
-    Watch,
     is_placeholder,
-    name_sources,
-    placeholder_like,
     placeholders_in,
     placeholders_in_place,
 )
 from lightning_parallel.ranks.random_streams import drawing_from, seed_of_part
 from lightning_parallel.techniques.pipeline.joined import JoinedOutputs
 from lightning_parallel.techniques.pipeline.layer_checkpoints import LayerCheckpoints
+from lightning_parallel.techniques.pipeline.routing_refusals import disorder, foreign, plain_hidden
 from lightning_parallel.techniques.pipeline.shape_inference import InferredShapes, collecting_hooks
-from lightning_parallel.techniques.pipeline.side_inputs import Beside, SideInputs
+from lightning_parallel.techniques.pipeline.side_inputs import SideInputs, Traced
 from lightning_parallel.techniques.pipeline.stage_plan import BEFORE_THE_STACK, StagePlan
+from lightning_parallel.techniques.pipeline.step_trace import StepTrace
 from lightning_parallel.techniques.pipeline.substitution import Substitutes, SubstitutionMode
 from lightning_parallel.techniques.pipeline.timing import StepClock
 
@@ -80,20 +79,20 @@ class LayerRouter:
     Args:
         plan: The layers of each stage.
         paths: The paths of the layers, in order.
-        beside: Side inputs known from traces of an earlier cut.
+        known: What traces of an earlier cut have shown.
     """
 
-    def __init__(self, plan: StagePlan, paths: Sequence[str], beside: Beside | None = None) -> None:
+    def __init__(self, plan: StagePlan, paths: Sequence[str], known: Traced | None = None) -> None:
         self.plan = plan
-        self.side_inputs = SideInputs(plan, paths, beside)
         self.position = BEFORE_THE_STACK
+        self.side_inputs = SideInputs(plan, paths, lambda: self.position, known)
         self._paths = paths
         self._is_open = False
         self._step, self._part = "", StepPart(None)
         self._substitutes = Substitutes()
         self._mode: SubstitutionMode | None = None
         self._inferred = InferredShapes()
-        self._watch: Watch | None = None
+        self._trace: StepTrace | None = None
         self._checkpoints = LayerCheckpoints()
 
     @contextlib.contextmanager
@@ -108,14 +107,22 @@ class LayerRouter:
         Raises:
             ConfigurationError: From the step, where a stage would need a tensor that another one computes.
         """
-        self._watch = Watch(lambda: self.plan.stage_at(self.position), touch, self._refuse)
+        self._trace = StepTrace(
+            step,
+            self.plan,
+            self._paths,
+            side_inputs=self.side_inputs,
+            substitutes=self._substitutes,
+            where=lambda: (self.position, self.is_in_layer),
+            touch=touch,
+        )
         self._inferred.forget()
         try:
             self.side_inputs.by_step[step] = {}
-            with placeholders_in_place(module, self._watch), self.open(step, StepPart(None)):
+            with placeholders_in_place(module, self._trace.watch), self.open(step, StepPart(None)):
                 yield
         finally:
-            self._watch = None
+            self._trace = None
             self._inferred.forget()
 
     @contextlib.contextmanager
@@ -130,13 +137,15 @@ class LayerRouter:
         self.position, self._is_open = BEFORE_THE_STACK, True
         opened = self._checkpoints.opened(lambda: self.position == self.plan.num_layers - 1 or self.is_in_layer)
         passes_more = part.stage is None or self.side_inputs.has_any(step)
-        self._mode = SubstitutionMode(self._substitute_outside) if passes_more else None
+        self._mode = SubstitutionMode(self._substitute_outside, self._note_outside) if passes_more else None
+        self.side_inputs.carried.begin(step, is_traced=part.stage is None)
         try:
             with self._mode or contextlib.nullcontext(), opened:
                 yield
         finally:
             self._is_open, self._part, self._mode = False, StepPart(None), None
             self._substitutes.clear()
+            self.side_inputs.carried.end()
 
     @property
     def is_in_layer(self) -> bool:
@@ -151,7 +160,7 @@ class LayerRouter:
         """Refuse a step that has returned without calling all layers."""
         if self.position != self.plan.num_layers - 1:
             where = "no layer" if self.position < 0 else f"only the layers up to {self._paths[self.position]}"
-            raise ConfigurationError([_disorder(f"the step called {where} of the stack")])
+            raise ConfigurationError([disorder(f"the step called {where} of the stack")])
 
     def call(
         self, index: int, layer: nn.Module, run: Callable[..., Any], forward: Callable[..., Any], args: Any, kwargs: Any
@@ -168,12 +177,22 @@ class LayerRouter:
         """
         if not self._is_open:
             return run(*args, **kwargs)
+        with self.side_inputs.carried.within_layer():
+            result = self._route(index, layer, run, forward, args, kwargs)
+        self.side_inputs.carried.note("a layer", result)
+        return result
+
+    def _route(
+        self, index: int, layer: nn.Module, run: Callable[..., Any], forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Do the same, in an open step."""
         if index != self.position + 1:
             before = self._paths[self.position] if self.position >= 0 else "the beginning of the step"
-            raise ConfigurationError([_disorder(f"the step called {self._paths[index]} after {before}")])
+            raise ConfigurationError([disorder(f"the step called {self._paths[index]} after {before}")])
         part = self._part
         if part.stage is None:
-            args, kwargs = self._look_beside(index, args, kwargs)
+            assert self._trace is not None
+            args, kwargs = self._trace.look_at_layer(index, args, kwargs)
             self.position = index
             return self._hand_on(index, layer, forward, args, kwargs)
         if part.joined is not None:
@@ -183,7 +202,8 @@ class LayerRouter:
             args, kwargs = self._take(index, part.received, args, kwargs)
         args, kwargs = self._substitutes.replace((args, kwargs))
         if index == own.stop:
-            passed = (self._check_hidden(index, hidden_in(args, kwargs)), *self._beside(index, args, kwargs))
+            beside = self._substitutes.replace(self._beside(index, args, kwargs))
+            passed = (self._check_hidden(index, hidden_in(args, kwargs)), *beside)
             if placeholders := placeholders_in(passed):
                 raise ConfigurationError([self._foreign(index, placeholders)])
             raise StageExit(passed)
@@ -215,20 +235,6 @@ class LayerRouter:
 
     # What passes from stage to stage ------------------------------------------------------------------------------
 
-    def _look_beside(self, index: int, args: Any, kwargs: Any) -> Any:
-        """Note which arguments of a layer depend on parameters: if the layer begins a stage, they are side inputs."""
-        hidden, stage = hidden_in(args, kwargs), self.plan.stage_at(index)
-        beside = self.side_inputs.note(self._step, index, hidden, args, kwargs)
-        if index == self.plan.layers_of(stage).start:
-            # From here on, these tensors count as received by this stage.
-            for placeholder in beside if stage else ():
-                if self._substitutes.replace(placeholder).stage != stage - 1:  # stages between would have to pass it on
-                    self._refuse(placeholder)
-                self.side_inputs.check_kind(index, placeholder)
-            for placeholder in (self._check_hidden(index, hidden), *beside):
-                self._substitutes.put(placeholder, placeholder_like(placeholder, watch=self._watch, stage=stage))
-        return self._substitutes.replace((args, kwargs))
-
     def _take(self, index: int, received: tuple[Tensor, ...], args: Any, kwargs: Any) -> Any:
         """Put received tensors in place of the arguments of a stage's first layer."""
         hidden, *beside = received
@@ -242,17 +248,17 @@ class LayerRouter:
         return self.side_inputs.find(self._step, index, args, kwargs)
 
     def _substitute_outside(self, values: Any) -> Any:
-        """Replace placeholders for operations outside of layers; a trace notes whether there are any."""
-        found = self._substitutes.replace(values)
-        if self._watch is not None and not self.is_in_layer:
-            pairs = zip(tree_leaves(values), tree_leaves(found), strict=True)
-            if any(before is not after for before, after in pairs):
-                self.side_inputs.note_outside(self._step)
-        return found
+        """Replace placeholders for operations outside of layers."""
+        return self._substitutes.replace(values) if self._trace is None else self._trace.look_outside(values)
+
+    def _note_outside(self, function: Any, values: Any, result: Any) -> None:
+        if self._trace is not None:
+            self._trace.note(values, result)
+        self.side_inputs.carried.note(getattr(function, "__name__", "an operation"), result)
 
     def _hand_on(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Infer the layer's result, as placeholders; that of the last one may be known from the microbatches."""
-        result = self._inferred.result(index, layer, forward, args, kwargs, is_on_placeholders=self._watch is not None)
+        result = self._inferred.result(index, layer, forward, args, kwargs, is_on_placeholders=self._trace is not None)
         if self._part.joined is not None and index == self.plan.num_layers - 1:
             result = self._part.joined.in_place_of(result, self._paths[index])
         for hook in collecting_hooks(layer):
@@ -260,32 +266,25 @@ class LayerRouter:
         return result
 
     def _check_hidden(self, index: int, hidden: Any) -> Tensor:
-        if is_placeholder(hidden) and self._watch is None:
+        if is_placeholder(hidden) and self._trace is None:
             raise ConfigurationError([self._foreign(index, [hidden])])
-        return _plain_hidden(self._paths[index], hidden)
+        return plain_hidden(self._paths[index], hidden)
 
     def _foreign(self, index: int, placeholders: list[Placeholder]) -> str:
-        return _foreign(f"{self._paths[index]} is given", placeholders)
-
-    def _refuse(self, placeholder: Placeholder) -> None:
-        where = "the step"
-        if self.position >= 0:
-            begun = self._paths[self.position]
-            where = begun if self.is_in_layer else f"the step, after {begun},"
-        raise ConfigurationError([_foreign(f"{where} takes", [placeholder])])
+        return foreign(f"{self._paths[index]} is given", placeholders)
 
 
 def apply_layer_router(
-    layers: Sequence[tuple[str, nn.Module]], plan: StagePlan, *, beside: Beside | None = None
+    layers: Sequence[tuple[str, nn.Module]], plan: StagePlan, *, known: Traced | None = None
 ) -> LayerRouter:
     """Let the calls of `layers` go through a `LayerRouter`, in place. Names in the state dict stay.
 
     Args:
         layers: All layers of the stack with their paths, in the order in which they run.
         plan: The layers of each stage.
-        beside: Side inputs, if they are known from a trace.
+        known: What passes from stage to stage, if it is known from a trace.
     """
-    router = LayerRouter(plan, [path for path, _ in layers], beside)
+    router = LayerRouter(plan, [path for path, _ in layers], known)
     places: dict[nn.Module, list[int]] = defaultdict(list)
     for index, (_, layer) in enumerate(layers):
         places[layer].append(index)
@@ -316,32 +315,4 @@ def _layer_stream(seed: int | None, index: int, *, is_needed: bool) -> contextli
         contextlib.nullcontext()
         if seed is None or not is_needed
         else drawing_from(seed_of_part(seed, (index + 1) << 20))
-    )
-
-
-def _plain_hidden(path: str, hidden: Any) -> Tensor:
-    if not isinstance(hidden, Tensor) or hidden.is_nested or not hidden.is_floating_point():
-        kind = "a nested tensor" if getattr(hidden, "is_nested", False) else type(hidden).__name__
-        raise ConfigurationError(
-            [
-                f"{path} is given {kind} as its first argument, where a pipeline stage needs the hidden states as one "
-                "plain tensor of floating-point numbers; give pipeline=1"
-            ]
-        )
-    return hidden
-
-
-def _foreign(where: str, placeholders: list[Placeholder]) -> str:
-    return (
-        f"{where} something that only another pipeline stage computes (with "
-        f"{name_sources(placeholders) or 'other layers'}): only what the first layer of a stage is given passes from "
-        "stage to stage. Give it to every layer, compute it from the batch alone, without parameters, or give "
-        "pipeline=1"
-    )
-
-
-def _disorder(what: str) -> str:
-    return (
-        f"{what}; a pipeline needs every step to call each layer of the stack once, one after the other from the first "
-        "to the last. Name another stack with layers=, or give pipeline=1"
     )

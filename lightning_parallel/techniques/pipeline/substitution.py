@@ -42,13 +42,17 @@ class SubstitutionMode(TorchFunctionMode):
 
     Args:
         replace: From nested arguments to the same with replacements.
+        note: Called with the operation, the arguments before they were replaced, and the result.
     """
 
-    def __init__(self, replace: Callable[[Any], Any]) -> None:
+    def __init__(self, replace: Callable[[Any], Any], note: Callable[[Any, Any, Any], None]) -> None:
         super().__init__()
-        self._replace = replace
+        self._replace, self._note = replace, note
 
     @_torch.modes.part_of_graphs_only
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = self._replace((args, kwargs or {}))
-        return func(*args, **kwargs)
+        given = (args, kwargs or {})
+        args, kwargs = self._replace(given)
+        result = func(*args, **kwargs)
+        self._note(func, given, result)
+        return result

@@ -1,0 +1,164 @@
+"""Results of a step that a later stage takes and that no layer between is given, carried from stage to stage.
+
+Stages run the same step, so results outside of the layers have the same numbers on each: the third one of a stage is
+the third one of every other, as a value or as a placeholder. A trace shows at which position each is computed, and
+until which it is used. What crosses a boundary in between is sent along, unless the first layer behind the boundary is
+given it anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.module.placeholders import Placeholder
+
+
+@dataclass
+class CarriedResult:
+    """One result of an operation outside of layers, or of a layer.
+
+    Args:
+        kind: The operation's name.
+        made: The position in the step at which it is computed.
+        used: The last position at which it is used.
+        given: The numbers of the layers that are given it.
+    """
+
+    kind: str
+    made: int
+    used: int
+    given: set[int] = field(default_factory=set)
+
+    def crosses(self, start: int) -> bool:
+        """Whether it has to be sent along to the stage that begins with layer `start`."""
+        return self.made < start <= self.used and start not in self.given
+
+
+Carried = dict[str, dict[int, CarriedResult]]
+"""Name of a step -> number of a result -> the result."""
+
+
+class CarriedResults:
+    """Results that are carried, as traces of steps have shown them, and those of the run that is going on.
+
+    Args:
+        position: Returns where in the step the run is.
+        known: Results from traces of an earlier cut.
+    """
+
+    def __init__(self, position: Callable[[], int], known: Carried | None = None) -> None:
+        self.by_step: Carried = dict(known or {})
+        self._position = position
+        self._wanted: dict[int, CarriedResult] = {}
+        self._seen: dict[int, Tensor] = {}
+        self._numbers: dict[int, tuple[int, Tensor]] = {}  # by `id`; the tensor is kept, so that no other one gets it
+        self._count = 0
+        self._is_traced = self._is_in_layer = False
+
+    def begin(self, step: str, *, is_traced: bool) -> None:
+        """Begin a run of a step.
+
+        Args:
+            step: The step's name.
+            is_traced: Whether this run is to show which results are carried.
+        """
+        self.end()
+        if is_traced:
+            self.by_step[step] = {}
+        self._is_traced, self._wanted = is_traced, self.by_step.get(step, {})
+
+    def end(self) -> None:
+        """End a run, and forget its values; of a trace, only what may have to be carried is kept."""
+        if self._is_traced:
+            for number, result in list(self._wanted.items()):
+                if not any(map(result.crosses, range(result.made + 1, result.used + 1))):
+                    del self._wanted[number]
+        self._seen, self._numbers, self._wanted, self._count = {}, {}, {}, 0
+        self._is_traced = self._is_in_layer = False
+
+    @contextlib.contextmanager
+    def within_layer(self) -> Iterator[None]:
+        """Inside this context, results are those of a layer, and not numbered."""
+        self._is_in_layer = True
+        try:
+            yield
+        finally:
+            self._is_in_layer = False
+
+    def note(self, kind: str, result: Any) -> None:
+        """Number the tensors that an operation outside of layers, or a layer, has returned.
+
+        Args:
+            kind: The operation's name.
+            result: What it has returned.
+
+        Raises:
+            ConfigurationError: If the step has computed other things so far than in the trace.
+        """
+        if self._is_in_layer or not (self._is_traced or self._wanted):
+            return
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._note(self._count, kind, tensor)
+                self._count += 1
+
+    def _note(self, number: int, kind: str, tensor: Tensor) -> None:
+        if self._is_traced:
+            # An operation in place returns what has a number already.
+            if isinstance(tensor, Placeholder) and tensor.stage is not None and id(tensor) not in self._numbers:
+                self._numbers[id(tensor)] = number, tensor
+                self._wanted[number] = CarriedResult(kind, self._position(), self._position())
+        elif number in self._wanted:
+            if self._wanted[number].kind != kind:
+                raise ConfigurationError([_CHANGED.format(kind, self._wanted[number].kind)])
+            self._seen[number] = tensor
+
+    def knows(self, placeholder: Placeholder) -> bool:
+        """Whether, in a trace, a result has a number, by which it can be carried."""
+        return id(placeholder) in self._numbers
+
+    def use(self, placeholder: Placeholder, *, layer: int | None = None) -> bool:
+        """Note, in a trace, that a result is used.
+
+        Args:
+            placeholder: The result.
+            layer: The number of the layer that is given it, if that is its use.
+
+        Returns:
+            Whether it is known, so that it can be carried.
+        """
+        if not self.knows(placeholder):
+            return False
+        result = self._wanted[self._numbers[id(placeholder)][0]]
+        result.used = max(result.used, self._position() if layer is None else layer)
+        if layer is not None:
+            result.given.add(layer)
+        return True
+
+    def num_crossing(self, step: str, start: int) -> int:
+        """Count the results that are sent along to the stage that begins with layer `start`."""
+        return sum(result.crosses(start) for result in self.by_step.get(step, {}).values())
+
+    def crossing(self, start: int) -> list[Tensor]:
+        """The results of this run that are sent along to the stage that begins with layer `start`.
+
+        Raises:
+            ConfigurationError: If the step has not computed one of them.
+        """
+        numbers = [number for number, result in sorted(self._wanted.items()) if result.crosses(start)]
+        if missing := [number for number in numbers if number not in self._seen]:
+            raise ConfigurationError([_CHANGED.format("less", self._wanted[missing[0]].kind)])
+        return [self._seen[number] for number in numbers]
+
+
+_CHANGED = (
+    "the step computes other things between its layers than in the first step, which has shown what passes from stage "
+    "to stage: {} in place of {}. Compute the same in each step, or give pipeline=1"
+)
