@@ -74,6 +74,12 @@ def misplaced_violations(
         return []
     plan = parallelized.plan.pipeline
     assert plan is not None
+    if placement.layers != plan.placement.layers:
+        return [
+            f"{type(module).__name__} calls its layers in another order than it registers them ({placement.layers[0]} "
+            f"before {plan.placement.layers[0]}), and it is too large to be put together and cut again; give layers= "
+            "with the stacks in the order in which they are called"
+        ]
     before = plan.placement.positions
     names = [name for name, where in placement.positions.items() if where != before[name]]
     if not names and placement.costs is not None:

@@ -21,17 +21,14 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.module.hidden_states import hidden_in, with_hidden
 from lightning_parallel.module.placeholders import (
-    Placeholder,
-    is_placeholder,
-    placeholders_in,
     placeholders_in_place,
 )
 from lightning_parallel.ranks.random_streams import drawing_from, seed_of_part
+from lightning_parallel.techniques.pipeline.boundary import StageBoundary
 from lightning_parallel.techniques.pipeline.joined import JoinedOutputs
 from lightning_parallel.techniques.pipeline.layer_checkpoints import LayerCheckpoints
-from lightning_parallel.techniques.pipeline.routing_refusals import disorder, foreign, plain_hidden
+from lightning_parallel.techniques.pipeline.routing_refusals import disorder
 from lightning_parallel.techniques.pipeline.shape_inference import InferredShapes, collecting_hooks
 from lightning_parallel.techniques.pipeline.side_inputs import SideInputs, Traced
 from lightning_parallel.techniques.pipeline.stage_plan import BEFORE_THE_STACK, StagePlan
@@ -88,11 +85,13 @@ class LayerRouter:
         self.side_inputs = SideInputs(plan, paths, lambda: self.position, known)
         self._paths = paths
         self._is_open = False
-        self._step, self._part = "", StepPart(None)
+        self._part = StepPart(None)
         self._substitutes = Substitutes()
+        self._boundary = StageBoundary("", paths, self.side_inputs, self._substitutes)
         self._mode: SubstitutionMode | None = None
         self._inferred = InferredShapes()
         self._trace: StepTrace | None = None
+        self._order: list[int] | None = None
         self._checkpoints = LayerCheckpoints()
 
     @contextlib.contextmanager
@@ -126,6 +125,21 @@ class LayerRouter:
             self._inferred.forget()
 
     @contextlib.contextmanager
+    def in_any_order(self, module: nn.Module) -> Iterator[list[int]]:
+        """Inside this context, a step runs on placeholders only, and its layers are listed in the order of calls.
+
+        Args:
+            module: The module; all its parameters are placeholders inside the context.
+        """
+        self._order = []
+        try:
+            with placeholders_in_place(module), self.open("", StepPart(None)):
+                yield self._order
+        finally:
+            self._order = None
+            self._inferred.forget()
+
+    @contextlib.contextmanager
     def open(self, step: str, part: StepPart) -> Iterator[None]:
         """Inside this context, a step runs only a part of itself.
 
@@ -133,12 +147,12 @@ class LayerRouter:
             step: The step's name.
             part: The part.
         """
-        self._step, self._part = step, part
+        self._part, self._boundary = part, StageBoundary(step, self._paths, self.side_inputs, self._substitutes)
         self.position, self._is_open = BEFORE_THE_STACK, True
         opened = self._checkpoints.opened(lambda: self.position == self.plan.num_layers - 1 or self.is_in_layer)
         passes_more = part.stage is None or self.side_inputs.has_any(step)
         self._mode = SubstitutionMode(self._substitute_outside, self._note_outside) if passes_more else None
-        self.side_inputs.carried.begin(step, is_traced=part.stage is None)
+        self.side_inputs.carried.begin(step, is_traced=self._trace is not None)
         try:
             with self._mode or contextlib.nullcontext(), opened:
                 yield
@@ -151,6 +165,13 @@ class LayerRouter:
     def is_in_layer(self) -> bool:
         """Whether a layer is running on placeholders at the moment."""
         return self._inferred.is_running
+
+    def place(self, places: Sequence[int]) -> int:
+        """The number of the layer that is called now, of the `places` at which it stands in the stack."""
+        # A layer that stands at several places is the next one, if one of these is next.
+        if self._order is not None:
+            return next((place for place in places if place not in self._order), places[0])
+        return self.position + 1 if self.position + 1 in places else places[0]
 
     def has(self, name: str) -> bool:
         """Whether a parameter belongs to a layer of the stack."""
@@ -177,15 +198,9 @@ class LayerRouter:
         """
         if not self._is_open:
             return run(*args, **kwargs)
-        with self.side_inputs.carried.within_layer():
-            result = self._route(index, layer, run, forward, args, kwargs)
-        self.side_inputs.carried.note("a layer", result)
-        return result
-
-    def _route(
-        self, index: int, layer: nn.Module, run: Callable[..., Any], forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Do the same, in an open step."""
+        if self._order is not None:
+            self._order.append(index)
+            return self._hand_on(index, layer, forward, args, kwargs)
         if index != self.position + 1:
             before = self._paths[self.position] if self.position >= 0 else "the beginning of the step"
             raise ConfigurationError([disorder(f"the step called {self._paths[index]} after {before}")])
@@ -199,19 +214,14 @@ class LayerRouter:
             return self._pass_by(index, layer, forward, args, kwargs, part.joined)
         own = self.plan.layers_of(part.stage)
         if index == own.start and part.received is not None:
-            args, kwargs = self._take(index, part.received, args, kwargs)
+            args, kwargs = self._boundary.take(index, part.received, args, kwargs)
         args, kwargs = self._substitutes.replace((args, kwargs))
         if index == own.stop:
-            beside = self._substitutes.replace(self._beside(index, args, kwargs))
-            passed = (self._check_hidden(index, hidden_in(args, kwargs)), *beside)
-            if placeholders := placeholders_in(passed):
-                raise ConfigurationError([self._foreign(index, placeholders)])
-            raise StageExit(passed)
+            raise StageExit(self._boundary.sent(index, args, kwargs))
         self.position = index
         if index < own.start:
             return self._hand_on(index, layer, forward, args, kwargs)
-        if placeholders := placeholders_in((args, kwargs)):
-            raise ConfigurationError([self._foreign(index, placeholders)])
+        self._boundary.check_values(index, (args, kwargs))
         timed = contextlib.nullcontext() if part.clock is None else part.clock.of_layer(index)
         stream = _layer_stream(part.seed, index, is_needed=layer.training and torch.is_grad_enabled())
         with timed, stream, _torch.modes.outside_of(self._mode):  # the arguments are replaced already
@@ -226,26 +236,10 @@ class LayerRouter:
     ) -> Any:
         """Hand on the result of a layer of the whole batch."""
         if index == self.plan.layers_of(self.plan.last).start:
-            beside = self._beside(index, args, kwargs)
-            for placeholder, tensor in zip(beside, joined.side_inputs(beside), strict=True):
-                self._substitutes.put(placeholder, tensor)
+            self._boundary.take_joined(index, joined, args, kwargs)
         args, kwargs = self._substitutes.replace((args, kwargs))
         self.position = index
         return self._hand_on(index, layer, forward, args, kwargs)
-
-    # What passes from stage to stage ------------------------------------------------------------------------------
-
-    def _take(self, index: int, received: tuple[Tensor, ...], args: Any, kwargs: Any) -> Any:
-        """Put received tensors in place of the arguments of a stage's first layer."""
-        hidden, *beside = received
-        if (placeholder := hidden_in(args, kwargs)) is not None:
-            self._substitutes.put(placeholder, hidden)
-        for placeholder, tensor in zip(self._beside(index, args, kwargs), beside, strict=True):
-            self._substitutes.put(placeholder, tensor)
-        return with_hidden(hidden, args, kwargs)
-
-    def _beside(self, index: int, args: Any, kwargs: Any) -> list[Tensor]:
-        return self.side_inputs.find(self._step, index, args, kwargs)
 
     def _substitute_outside(self, values: Any) -> Any:
         """Replace placeholders for operations outside of layers."""
@@ -258,20 +252,12 @@ class LayerRouter:
 
     def _hand_on(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Infer the layer's result, as placeholders; that of the last one may be known from the microbatches."""
-        result = self._inferred.result(index, layer, forward, args, kwargs, is_on_placeholders=self._trace is not None)
+        result = self._inferred.result(index, layer, forward, args, kwargs, is_on_placeholders=self._part.stage is None)
         if self._part.joined is not None and index == self.plan.num_layers - 1:
             result = self._part.joined.in_place_of(result, self._paths[index])
         for hook in collecting_hooks(layer):
             hook(layer, args, result)
         return result
-
-    def _check_hidden(self, index: int, hidden: Any) -> Tensor:
-        if is_placeholder(hidden) and self._trace is None:
-            raise ConfigurationError([self._foreign(index, [hidden])])
-        return plain_hidden(self._paths[index], hidden)
-
-    def _foreign(self, index: int, placeholders: list[Placeholder]) -> str:
-        return foreign(f"{self._paths[index]} is given", placeholders)
 
 
 def apply_layer_router(
@@ -300,10 +286,10 @@ def _routing(cls: type[Any], router: LayerRouter, places: Mapping[nn.Module, Seq
     # parameters has to see the received tensors, so that backward gathers them again.
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run, forward = functools.partial(cls.__call__, self), functools.partial(cls.forward, self)
-        # A layer that stands at several places is the next one, if one of these is next.
-        following = router.position + 1
-        index = following if following in places[self] else places[self][0]
-        return router.call(index, self, run, forward, args, kwargs)
+        with router.side_inputs.carried.within_layer():
+            result = router.call(router.place(places[self]), self, run, forward, args, kwargs)
+        router.side_inputs.carried.note("a layer", result)
+        return result
 
     return _torch.modules.subclass_calling(cls, call)
 
