@@ -33,8 +33,8 @@ from lightning_parallel.techniques.pipeline.microbatches import (
 )
 from lightning_parallel.techniques.pipeline.placement import (
     Placement,
-    Positions,
     corrected,
+    misplaced,
     placed_by_registration,
     trace_positions,
 )
@@ -77,6 +77,7 @@ class PipelinedModule:
         self._module = module
         self._cut = parallelized.cut
         self._stacks = parallelized.plan.structure.stacks
+        self._positions = self._cut.plan.placement.positions
         self._all_ranks = parallelized.mesh.host_group
         self._steps = steps
         self._device = device
@@ -166,8 +167,8 @@ class PipelinedModule:
                 return placed_by_registration(self._module, layers)
         if name not in self._looked_at:
             self._looked_at.add(name)
-            if (positions := self._misplaced(name, part, args)) is not None:
-                return self._placement(positions=positions)
+            if self._is_misplaced(name, part, args):
+                return self._placement()
         if name == TRAINING and self._cut.plan.policy.stages == "time" and _TIMES not in self._looked_at:
             self._looked_at.add(_TIMES)
             costs, plan = self._measured(part, args), self._cut.plan.stages
@@ -177,7 +178,8 @@ class PipelinedModule:
 
     def _placement(self, **news: Any) -> Placement:
         """The present placement with what traces have shown, and other news."""
-        return replace(self._cut.plan.placement, known=self._cut.router.side_inputs.traced, **news)
+        known = self._cut.router.side_inputs.traced
+        return replace(self._cut.plan.placement, positions=self._positions, known=known, **news)
 
     def _called_layers(self, name: str, part: Any, args: Any) -> tuple[str, ...]:
         """The layers of all stacks in the order in which the step calls them; the present order if it shows none."""
@@ -186,8 +188,8 @@ class PipelinedModule:
             step = functools.partial(self._traced_step, name, part, args)
             return traced_order(self._module, self._stacks, router, layers, step=step) or layers
 
-    def _misplaced(self, name: str, part: Any, args: Any) -> Positions | None:
-        """Where parameters are used, unless each stage has what it uses already."""
+    def _is_misplaced(self, name: str, part: Any, args: Any) -> bool:
+        """Whether a stage lacks a parameter that it uses, as a trace of the step shows."""
         is_first = len(self._looked_at) == 1
         router, draws = self._cut.router, EarlyDraws(self._cut.router, self._module)
         with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention(), draws:
@@ -202,9 +204,9 @@ class PipelinedModule:
             if is_cut or name == TRAINING:
                 router.check_end()
             self._looked_at.discard(name)  # it may call layers later, as one that does nothing in the sanity check
-            return None
-        plan = self._cut.plan
-        return corrected(plan.placement.positions, traced, plan.stages, is_first=is_first)
+            return False
+        self._positions = corrected(self._positions, traced, is_first=is_first)
+        return bool(misplaced(self._positions, self._cut.plan.placement.positions, self._cut.plan.stages))
 
     def _traced_step(self, name: str, part: Any, args: Any) -> None:
         output = self._cut_steps[name].step(part, *args)

@@ -218,23 +218,26 @@ def _reading_ends_it(router: LayerRouter) -> Iterator[None]:
         raise _ReadError from None
 
 
-def corrected(before: Positions, traced: Positions, plan: StagePlan, *, is_first: bool) -> Positions | None:
-    """Correct positions by those that a trace found.
+def corrected(before: Positions, traced: Positions, *, is_first: bool) -> Positions:
+    """Correct positions by those that a trace found. They hold for any stages, as they are numbers of layers.
 
     Args:
         before: The positions that are assumed now.
         traced: The positions that the trace found.
-        plan: The stages and their ranks.
         is_first: Whether `before` is a guess and not from a trace, so that places without a use are dropped.
-
-    Returns:
-        The new positions; ``None`` if every stage already has the parameters that it uses.
     """
-    merged = {}
-    is_wrong = False
-    for name, where in before.items():
-        seen = traced.get(name, frozenset())
-        missing = set(plan.ranks_at(seen)) - set(plan.ranks_at(where)) if seen else set()
-        is_wrong = is_wrong or bool(missing)
-        merged[name] = (seen if is_first else seen | where) if missing else where
-    return merged if is_wrong else None
+    return {
+        name: where if not (seen := traced.get(name)) else seen if is_first else seen | where
+        for name, where in before.items()
+    }
+
+
+def misplaced(positions: Positions, placed: Positions, plan: StagePlan) -> list[str]:
+    """Names of parameters that a rank uses and does not hold.
+
+    Args:
+        positions: Where they are used.
+        placed: By which positions they were placed.
+        plan: The stages and their ranks.
+    """
+    return [name for name, where in positions.items() if set(plan.ranks_at(where)) - set(plan.ranks_at(placed[name]))]
