@@ -152,7 +152,7 @@ class CutStep:
 
     def joined(self, passed: list[Passed]) -> JoinedOutputs:
         """Join what the last stage has computed for each microbatch."""
-        return JoinedOutputs(passed, self._cut.router.side_inputs.num_passed(self.name, self._last) - 1)
+        return JoinedOutputs(passed, self._cut.router.side_inputs.num_beside(self.name))
 
     def run_stack(self, part: StepPart, batch: Any, args: Any) -> Passed:
         """Run the last stage on a microbatch up to the end of the stack, and leave no trace outside of the layers.

@@ -77,8 +77,23 @@ class StageBoundary:
             args: The layer's arguments.
             kwargs: Those by name.
         """
-        beside = self._beside(index, args, kwargs)
-        for placeholder, tensor in zip(beside, joined.side_inputs(beside), strict=True):
+        self._put(self._beside(index, args, kwargs), joined)
+
+    def kept(self) -> tuple[Tensor, ...]:
+        """The results of the last stage, before the end of its layers, that the rest of the step takes."""
+        return tuple(self._substitutes.replace(self._side_inputs.carried.kept()))
+
+    def take_kept(self, joined: JoinedOutputs) -> None:
+        """Put what the last stage has kept of all microbatches in its place in a run on the whole batch.
+
+        Args:
+            joined: What was kept.
+        """
+        kept = self._side_inputs.carried.kept()
+        self._put(kept, joined, after=self._side_inputs.num_beside(self._step) - len(kept))
+
+    def _put(self, placeholders: Sequence[Tensor], joined: JoinedOutputs, *, after: int = 0) -> None:
+        for placeholder, tensor in zip(placeholders, joined.side_inputs(placeholders, after=after), strict=True):
             self._substitutes.put(placeholder, tensor)
 
     def check_values(self, index: int, values: Any) -> None:

@@ -3,7 +3,7 @@
 Stages run the same step, so results outside of the layers have the same numbers on each: the third one of a stage is
 the third one of every other, as a value or as a placeholder. A trace shows at which position each is computed, and
 until which it is used. What crosses a boundary in between is sent along, unless the first layer behind the boundary is
-given it anyway.
+given it anyway. The end of the last layer is a boundary, too, where the rest of the step runs on the whole batch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.placeholders import Placeholder
+from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
 
 
 @dataclass
@@ -26,15 +27,17 @@ class CarriedResult:
 
     Args:
         kind: The operation's name.
-        made: The position in the step at which it is computed.
-        used: The last position at which it is used.
+        made: The position in the step at which it is computed; behind the last layer, the number of layers.
+        used: The last position at which it is used, in the same way.
         given: The numbers of the layers that are given it.
+        hidden_of: The numbers of the layers whose hidden states it is.
     """
 
     kind: str
     made: int
     used: int
     given: set[int] = field(default_factory=set)
+    hidden_of: set[int] = field(default_factory=set)
 
     def crosses(self, start: int) -> bool:
         """Whether it has to be sent along to the stage that begins with layer `start`."""
@@ -49,12 +52,14 @@ class CarriedResults:
     """Results that are carried, as traces of steps have shown them, and those of the run that is going on.
 
     Args:
+        plan: The layers of each stage.
         position: Returns where in the step the run is.
         known: Results from traces of an earlier cut.
     """
 
-    def __init__(self, position: Callable[[], int], known: Carried | None = None) -> None:
+    def __init__(self, plan: StagePlan, position: Callable[[], int], known: Carried | None = None) -> None:
         self.by_step: Carried = dict(known or {})
+        self._end, self._last_start = plan.num_layers, plan.layers_of(plan.last).start
         self._position = position
         self._wanted: dict[int, CarriedResult] = {}
         self._seen: dict[int, Tensor] = {}
@@ -114,7 +119,9 @@ class CarriedResults:
             # An operation in place returns what has a number already.
             if isinstance(tensor, Placeholder) and tensor.stage is not None and id(tensor) not in self._numbers:
                 self._numbers[id(tensor)] = number, tensor
-                self._wanted[number] = CarriedResult(kind, self._position(), self._position())
+                is_last = kind == OF_LAYER and self._position() == self._end - 1  # which is the stack's own result
+                made = self._end if is_last else self._place()
+                self._wanted[number] = CarriedResult(kind, made, made)
         elif number in self._wanted:
             if self._wanted[number].kind != kind:
                 raise ConfigurationError([_CHANGED.format(kind, self._wanted[number].kind)])
@@ -124,12 +131,18 @@ class CarriedResults:
         """Whether, in a trace, a result has a number, by which it can be carried."""
         return id(placeholder) in self._numbers
 
-    def use(self, placeholder: Placeholder, *, layer: int | None = None) -> bool:
+    def _place(self) -> int:
+        """The position, between layers and behind them."""
+        position = self._position()
+        return self._end if position == self._end - 1 else position
+
+    def use(self, placeholder: Placeholder, *, layer: int | None = None, is_hidden: bool = False) -> bool:
         """Note, in a trace, that a result is used.
 
         Args:
             placeholder: The result.
             layer: The number of the layer that is given it, if that is its use.
+            is_hidden: Whether these are its hidden states.
 
         Returns:
             Whether it is known, so that it can be carried.
@@ -137,14 +150,19 @@ class CarriedResults:
         if not self.knows(placeholder):
             return False
         result = self._wanted[self._numbers[id(placeholder)][0]]
-        result.used = max(result.used, self._position() if layer is None else layer)
+        result.used = max(result.used, self._place() if layer is None else layer)
         if layer is not None:
             result.given.add(layer)
+            result.hidden_of |= {layer} if is_hidden else set()
         return True
 
     def num_crossing(self, step: str, start: int) -> int:
         """Count the results that are sent along to the stage that begins with layer `start`."""
         return sum(result.crosses(start) for result in self.by_step.get(step, {}).values())
+
+    def num_kept(self, step: str) -> int:
+        """Count the results that the last stage keeps for the rest of the step on the whole batch."""
+        return sum(map(self._is_kept, self.by_step.get(step, {}).values()))
 
     def crossing(self, start: int) -> list[Tensor]:
         """The results of this run that are sent along to the stage that begins with layer `start`.
@@ -152,12 +170,30 @@ class CarriedResults:
         Raises:
             ConfigurationError: If the step has not computed one of them.
         """
-        numbers = [number for number, result in sorted(self._wanted.items()) if result.crosses(start)]
+        return self._found(lambda result: result.crosses(start))
+
+    def kept(self) -> list[Tensor]:
+        """The results of this run that the last stage keeps for the rest of the step on the whole batch.
+
+        Raises:
+            ConfigurationError: If the step has not computed one of them.
+        """
+        return self._found(self._is_kept)
+
+    def _is_kept(self, result: CarriedResult) -> bool:
+        """Whether the rest of the step takes it, and it is none of the side inputs with which the last stage begins."""
+        is_of_stage = result.made >= self._last_start or self._last_start in result.hidden_of
+        return result.crosses(self._end) and is_of_stage
+
+    def _found(self, wanted: Callable[[CarriedResult], bool]) -> list[Tensor]:
+        numbers = [number for number, result in sorted(self._wanted.items()) if wanted(result)]
         if missing := [number for number in numbers if number not in self._seen]:
             raise ConfigurationError([_CHANGED.format("less", self._wanted[missing[0]].kind)])
         return [self._seen[number] for number in numbers]
 
 
+OF_LAYER = "a layer"
+"""In the place of an operation's name."""
 _CHANGED = (
     "the step computes other things between its layers than in the first step, which has shown what passes from stage "
     "to stage: {} in place of {}. Compute the same in each step, or give pipeline=1"

@@ -26,6 +26,7 @@ from lightning_parallel.module.placeholders import (
 )
 from lightning_parallel.ranks.random_streams import drawing_from, seed_of_part
 from lightning_parallel.techniques.pipeline.boundary import StageBoundary
+from lightning_parallel.techniques.pipeline.carried import OF_LAYER
 from lightning_parallel.techniques.pipeline.joined import JoinedOutputs
 from lightning_parallel.techniques.pipeline.layer_checkpoints import LayerCheckpoints
 from lightning_parallel.techniques.pipeline.routing_refusals import disorder
@@ -228,7 +229,7 @@ class LayerRouter:
             result = self._checkpoints.run(run, args, kwargs)
         if part.leaves_stack and index == self.plan.num_layers - 1:
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            raise StageExit((*tensors, *(part.received or ())[1:]))
+            raise StageExit((*tensors, *(part.received or ())[1:], *self._boundary.kept()))
         return result
 
     def _pass_by(
@@ -239,7 +240,10 @@ class LayerRouter:
             self._boundary.take_joined(index, joined, args, kwargs)
         args, kwargs = self._substitutes.replace((args, kwargs))
         self.position = index
-        return self._hand_on(index, layer, forward, args, kwargs)
+        result = self._hand_on(index, layer, forward, args, kwargs)
+        if index == self.plan.num_layers - 1:
+            self._boundary.take_kept(joined)
+        return result
 
     def _substitute_outside(self, values: Any) -> Any:
         """Replace placeholders for operations outside of layers."""
@@ -288,7 +292,7 @@ def _routing(cls: type[Any], router: LayerRouter, places: Mapping[nn.Module, Seq
         run, forward = functools.partial(cls.__call__, self), functools.partial(cls.forward, self)
         with router.side_inputs.carried.within_layer():
             result = router.call(router.place(places[self]), self, run, forward, args, kwargs)
-        router.side_inputs.carried.note("a layer", result)
+        router.side_inputs.carried.note(OF_LAYER, result)
         return result
 
     return _torch.modules.subclass_calling(cls, call)

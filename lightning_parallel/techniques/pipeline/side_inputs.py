@@ -51,7 +51,7 @@ class SideInputs:
         self, plan: StagePlan, paths: Sequence[str], position: Callable[[], int], known: Traced | None = None
     ) -> None:
         self.by_step: Beside = dict(known.beside if known is not None else {})
-        self.carried = CarriedResults(position, None if known is None else known.carried)
+        self.carried = CarriedResults(plan, position, None if known is None else known.carried)
         self._plan, self._paths = plan, paths
 
     @property
@@ -72,6 +72,14 @@ class SideInputs:
         """
         start = self._plan.layers_of(stage).start
         return 1 + len(self.by_step.get(step, {}).get(start, ())) + self.carried.num_crossing(step, start)
+
+    def num_beside(self, step: str) -> int:
+        """Count the tensors that the last stage has received in a step, or keeps of its own, beside hidden states.
+
+        Args:
+            step: The step's name.
+        """
+        return self.num_passed(step, self._plan.last) - 1 + self.carried.num_kept(step)
 
     def note(self, step: str, index: int, hidden: Any, args: Any, kwargs: Any) -> list[Any]:
         """Note, in a trace, which arguments of a layer were computed with parameters.

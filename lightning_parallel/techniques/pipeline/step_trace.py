@@ -59,7 +59,8 @@ class StepTrace:
         hidden, stage = hidden_in(args, kwargs), self._plan.stage_at(index)
         beside = self._side_inputs.note(self._step, index, hidden, args, kwargs)
         begins_stage = index == self._plan.layers_of(stage).start
-        known = {id(leaf) for leaf in self._computed(args, kwargs) if self._side_inputs.carried.use(leaf, layer=index)}
+        given, use = self._computed(args, kwargs), self._side_inputs.carried.use
+        known = {id(leaf) for leaf in given if use(leaf, layer=index, is_hidden=leaf is hidden)}
         if not begins_stage:
             self._bring(args, kwargs, stage)
             return self._substitutes.replace((args, kwargs))
