@@ -65,7 +65,7 @@ class CarriedResults:
         self._seen: dict[int, Tensor] = {}
         self._numbers: dict[int, tuple[int, Tensor]] = {}  # by `id`; the tensor is kept, so that no other one gets it
         self._count = 0
-        self._is_traced = self._is_in_layer = False
+        self._is_traced = self._is_numbered = False
 
     def begin(self, step: str, *, is_traced: bool) -> None:
         """Begin a run of a step.
@@ -78,6 +78,7 @@ class CarriedResults:
         if is_traced:
             self.by_step[step] = {}
         self._is_traced, self._wanted = is_traced, self.by_step.get(step, {})
+        self._is_numbered = is_traced
 
     def end(self) -> None:
         """End a run, and forget its values; of a trace, only what may have to be carried is kept."""
@@ -86,16 +87,20 @@ class CarriedResults:
                 if not any(map(result.crosses, range(result.made + 1, result.used + 1))):
                     del self._wanted[number]
         self._seen, self._numbers, self._wanted, self._count = {}, {}, {}, 0
-        self._is_traced = self._is_in_layer = False
+        self._is_traced = self._is_numbered = False
 
     @contextlib.contextmanager
-    def within_layer(self) -> Iterator[None]:
-        """Inside this context, results are those of a layer, and not numbered."""
-        self._is_in_layer = True
+    def numbering(self, *, is_on: bool) -> Iterator[None]:
+        """Number results inside this context, or do not.
+
+        Args:
+            is_on: True while the user's step runs, without what gathers parameters around it; false within a layer.
+        """
+        before, self._is_numbered = self._is_numbered, is_on
         try:
             yield
         finally:
-            self._is_in_layer = False
+            self._is_numbered = before
 
     def note(self, kind: str, result: Any) -> None:
         """Number the tensors that an operation outside of layers, or a layer, has returned.
@@ -107,7 +112,7 @@ class CarriedResults:
         Raises:
             ConfigurationError: If the step has computed other things so far than in the trace.
         """
-        if self._is_in_layer or not (self._is_traced or self._wanted):
+        if not self._is_numbered or not (self._is_traced or self._wanted):
             return
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):

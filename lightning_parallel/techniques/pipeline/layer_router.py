@@ -290,7 +290,7 @@ def _routing(cls: type[Any], router: LayerRouter, places: Mapping[nn.Module, Seq
     # parameters has to see the received tensors, so that backward gathers them again.
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run, forward = functools.partial(cls.__call__, self), functools.partial(cls.forward, self)
-        with router.side_inputs.carried.within_layer():
+        with router.side_inputs.carried.numbering(is_on=False):
             result = router.call(router.place(places[self]), self, run, forward, args, kwargs)
         router.side_inputs.carried.note(OF_LAYER, result)
         return result
