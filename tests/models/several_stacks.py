@@ -174,6 +174,33 @@ class Alternating(Case):
         return next_token_loss(self.head(x), tokens)
 
 
+class SkippingLater(Skipping):
+    """From the third step on, layers on the way up are given what the first step has not."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        first = x = self.tokens(tokens)
+        for layer in self.down:
+            x = layer(x)
+        for layer, join in zip(self.up, self.joins, strict=True):
+            x = layer(join(torch.cat([x, first if self.global_step > 1 else x], -1)))
+        return next_token_loss(self.head(x), tokens)
+
+
+class SkippingMore(Skipping):
+    """Every other step computes something more between layers, also of a kind that passes layers by."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        if self.global_step % 2:
+            x = (x * 1.5).sin().cos() + x
+        scaled = x * 0.5
+        for layer in self.down:
+            x = layer(x)
+        for layer, join in zip(self.up, self.joins, strict=True):
+            x = layer(join(torch.cat([x, scaled], -1)))
+        return next_token_loss(self.head(x), tokens)
+
+
 class CalledTwice(Pyramid):
     """The first stack is called twice, the second one once."""
 

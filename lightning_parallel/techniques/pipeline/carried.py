@@ -1,7 +1,7 @@
 """Results of a step that a later stage takes and that no layer between is given, carried from stage to stage.
 
-Stages run the same step, so results outside of the layers have the same numbers on each: the third one of a stage is
-the third one of every other, as a value or as a placeholder. A trace shows at which position each is computed, and
+Stages run the same step, so results outside of the layers have the same numbers on each: the third sum of a stage is
+the third sum of every other, as a value or as a placeholder. A trace shows at which position each is computed, and
 until which it is used. What crosses a boundary in between is sent along, unless the first layer behind the boundary is
 given it anyway. The end of the last layer is a boundary, too, where the rest of the step runs on the whole batch.
 """
@@ -9,6 +9,7 @@ given it anyway. The end of the last layer is a boundary, too, where the rest of
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,14 +27,12 @@ class CarriedResult:
     """One result of an operation outside of layers, or of a layer.
 
     Args:
-        kind: The operation's name.
         made: The position in the step at which it is computed; behind the last layer, the number of layers.
         used: The last position at which it is used, in the same way.
         given: The numbers of the layers that are given it.
         hidden_of: The numbers of the layers whose hidden states it is.
     """
 
-    kind: str
     made: int
     used: int
     given: set[int] = field(default_factory=set)
@@ -44,7 +43,9 @@ class CarriedResult:
         return self.made < start <= self.used and start not in self.given
 
 
-Carried = dict[str, dict[int, CarriedResult]]
+Number = tuple[str, int]
+"""The name of an operation, and the number of results of its kind before this one."""
+Carried = dict[str, dict[Number, CarriedResult]]
 """Name of a step -> number of a result -> the result."""
 
 
@@ -61,10 +62,10 @@ class CarriedResults:
         self.by_step: Carried = dict(known or {})
         self._end, self._last_start = plan.num_layers, plan.layers_of(plan.last).start
         self._position = position
-        self._wanted: dict[int, CarriedResult] = {}
-        self._seen: dict[int, Tensor] = {}
-        self._numbers: dict[int, tuple[int, Tensor]] = {}  # by `id`; the tensor is kept, so that no other one gets it
-        self._count = 0
+        self._wanted: dict[Number, CarriedResult] = {}
+        self._seen: dict[Number, Tensor] = {}
+        self._numbers: dict[int, tuple[Number, Tensor]] = {}  # by `id`; the tensor is kept: no other one gets it
+        self._counts = Counter[str]()
         self._is_traced = self._is_numbered = False
 
     def begin(self, step: str, *, is_traced: bool) -> None:
@@ -86,7 +87,7 @@ class CarriedResults:
             for number, result in list(self._wanted.items()):
                 if not any(map(result.crosses, range(result.made + 1, result.used + 1))):
                     del self._wanted[number]
-        self._seen, self._numbers, self._wanted, self._count = {}, {}, {}, 0
+        self._seen, self._numbers, self._wanted, self._counts = {}, {}, {}, Counter()
         self._is_traced = self._is_numbered = False
 
     @contextlib.contextmanager
@@ -108,29 +109,23 @@ class CarriedResults:
         Args:
             kind: The operation's name.
             result: What it has returned.
-
-        Raises:
-            ConfigurationError: If the step has computed other things so far than in the trace.
         """
         if not self._is_numbered or not (self._is_traced or self._wanted):
             return
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._note(self._count, kind, tensor)
-                self._count += 1
+                self._note((kind, self._counts[kind]), tensor)
+                self._counts[kind] += 1
 
-    def _note(self, number: int, kind: str, tensor: Tensor) -> None:
-        if self._is_traced:
-            # An operation in place returns what has a number already.
-            if isinstance(tensor, Placeholder) and tensor.stage is not None and id(tensor) not in self._numbers:
-                self._numbers[id(tensor)] = number, tensor
-                is_last = kind == OF_LAYER and self._position() == self._end - 1  # which is the stack's own result
-                made = self._end if is_last else self._place()
-                self._wanted[number] = CarriedResult(kind, made, made)
-        elif number in self._wanted:
-            if self._wanted[number].kind != kind:
-                raise ConfigurationError([_CHANGED.format(kind, self._wanted[number].kind)])
-            self._seen[number] = tensor
+    def _note(self, number: Number, tensor: Tensor) -> None:
+        if not self._is_traced:
+            if number in self._wanted:
+                self._seen[number] = tensor
+        # An operation in place returns what has a number already.
+        elif isinstance(tensor, Placeholder) and tensor.stage is not None and not self.knows(tensor):
+            is_last = number[0] == OF_LAYER and self._position() == self._end - 1  # the stack's own result
+            made = self._end if is_last else self._place()
+            self._numbers[id(tensor)], self._wanted[number] = (number, tensor), CarriedResult(made, made)
 
     def knows(self, placeholder: Placeholder) -> bool:
         """Whether, in a trace, a result has a number, by which it can be carried."""
@@ -193,13 +188,13 @@ class CarriedResults:
     def _found(self, wanted: Callable[[CarriedResult], bool]) -> list[Tensor]:
         numbers = [number for number, result in sorted(self._wanted.items()) if wanted(result)]
         if missing := [number for number in numbers if number not in self._seen]:
-            raise ConfigurationError([_CHANGED.format("less", self._wanted[missing[0]].kind)])
+            raise ConfigurationError([_CHANGED.format(missing[0][0])])
         return [self._seen[number] for number in numbers]
 
 
 OF_LAYER = "a layer"
 """In the place of an operation's name."""
 _CHANGED = (
-    "the step computes other things between its layers than in the first step, which has shown what passes from stage "
-    "to stage: {} in place of {}. Compute the same in each step, or give pipeline=1"
+    "the step does not return from {} as often as in the first step, which has shown what passes from stage to stage; "
+    "compute the same between layers in each step, or give pipeline=1"
 )
