@@ -89,7 +89,7 @@ class CutStep:
     def run(self, *args: Any) -> Any:
         """Call the user's method on a part of a batch; a stage that is not the last one leaves it early."""
         try:
-            with self._cut.router.side_inputs.carried.numbering(is_on=True):
+            with self._cut.router.side_inputs.carried.noting(is_on=True):
                 output = self.step(*args)
         except StageExit as exit_:
             return exit_.passed

@@ -1,17 +1,20 @@
 """Results of a step that a later stage takes and that no layer between is given, carried from stage to stage.
 
-Stages run the same step, so results outside of the layers have the same numbers on each: the third sum of a stage is
-the third sum of every other, as a value or as a placeholder. A trace shows at which position each is computed, and
-until which it is used. What crosses a boundary in between is sent along, unless the first layer behind the boundary is
-given it anyway. The end of the last layer is a boundary, too, where the rest of the step runs on the whole batch.
+Stages run the same step, so a result is known by the lines of code that lead to it, and by its number among those that
+the same lines have had before: on one stage it is a value, on another one a placeholder. A trace shows at which
+position each is computed, and until which it is used. What crosses a boundary in between is sent along, unless the
+first layer behind the boundary is given it anyway. The end of the last layer is a boundary, too, where the rest of the
+step runs on the whole batch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -43,10 +46,12 @@ class CarriedResult:
         return self.made < start <= self.used and start not in self.given
 
 
-Number = tuple[str, int]
-"""The name of an operation, and the number of results of its kind before this one."""
-Carried = dict[str, dict[Number, CarriedResult]]
-"""Name of a step -> number of a result -> the result."""
+Lines = tuple[tuple[str, int], ...]
+"""Names of functions and numbers of lines, from what has returned a result up to the step."""
+Key = tuple[Lines, int]
+"""The lines that lead to a result, and the number of results that they have had before it in the same step."""
+Carried = dict[str, dict[Key, CarriedResult]]
+"""Name of a step -> key of a result -> the result."""
 
 
 class CarriedResults:
@@ -62,11 +67,11 @@ class CarriedResults:
         self.by_step: Carried = dict(known or {})
         self._end, self._last_start = plan.num_layers, plan.layers_of(plan.last).start
         self._position = position
-        self._wanted: dict[Number, CarriedResult] = {}
-        self._seen: dict[Number, Tensor] = {}
-        self._numbers: dict[int, tuple[Number, Tensor]] = {}  # by `id`; the tensor is kept: no other one gets it
-        self._counts = Counter[str]()
-        self._is_traced = self._is_numbered = False
+        self._wanted: dict[Key, CarriedResult] = {}
+        self._seen: dict[Key, Tensor] = {}
+        self._keys: dict[int, tuple[Key, Tensor]] = {}  # by `id`; the tensor is kept, so that no other one gets it
+        self._counts = Counter[Lines]()
+        self._is_traced = self._is_noting = False
 
     def begin(self, step: str, *, is_traced: bool) -> None:
         """Begin a run of a step.
@@ -79,57 +84,57 @@ class CarriedResults:
         if is_traced:
             self.by_step[step] = {}
         self._is_traced, self._wanted = is_traced, self.by_step.get(step, {})
-        self._is_numbered = is_traced
+        self._is_noting = is_traced
 
     def end(self) -> None:
         """End a run, and forget its values; of a trace, only what may have to be carried is kept."""
         if self._is_traced:
-            for number, result in list(self._wanted.items()):
+            for key, result in list(self._wanted.items()):
                 if not any(map(result.crosses, range(result.made + 1, result.used + 1))):
-                    del self._wanted[number]
-        self._seen, self._numbers, self._wanted, self._counts = {}, {}, {}, Counter()
-        self._is_traced = self._is_numbered = False
+                    del self._wanted[key]
+        self._seen, self._keys, self._wanted, self._counts = {}, {}, {}, Counter()
+        self._is_traced = self._is_noting = False
 
     @contextlib.contextmanager
-    def numbering(self, *, is_on: bool) -> Iterator[None]:
-        """Number results inside this context, or do not.
+    def noting(self, *, is_on: bool) -> Iterator[None]:
+        """Note results inside this context, or do not.
 
         Args:
             is_on: True while the user's step runs, without what gathers parameters around it; false within a layer.
         """
-        before, self._is_numbered = self._is_numbered, is_on
+        before, self._is_noting = self._is_noting, is_on
         try:
             yield
         finally:
-            self._is_numbered = before
+            self._is_noting = before
 
-    def note(self, kind: str, result: Any) -> None:
-        """Number the tensors that an operation outside of layers, or a layer, has returned.
+    def note(self, result: Any, *, layer: int | None = None) -> None:
+        """Note the tensors that an operation outside of layers, or a layer, has returned.
 
         Args:
-            kind: The operation's name.
             result: What it has returned.
+            layer: The number of the layer.
         """
-        if not self._is_numbered or not (self._is_traced or self._wanted):
+        if not self._is_noting or not (self._is_traced or self._wanted):
             return
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._note((kind, self._counts[kind]), tensor)
-                self._counts[kind] += 1
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        lines = () if not tensors else lines_of_step() if layer is None else (("a layer", layer),)
+        for tensor in tensors:
+            self._note((lines, self._counts[lines]), tensor, is_of_stack=layer == self._end - 1)
+            self._counts[lines] += 1
 
-    def _note(self, number: Number, tensor: Tensor) -> None:
+    def _note(self, key: Key, tensor: Tensor, *, is_of_stack: bool) -> None:
         if not self._is_traced:
-            if number in self._wanted:
-                self._seen[number] = tensor
-        # An operation in place returns what has a number already.
+            if key in self._wanted:
+                self._seen[key] = tensor
+        # An operation in place returns what has a key already.
         elif isinstance(tensor, Placeholder) and tensor.stage is not None and not self.knows(tensor):
-            is_last = number[0] == OF_LAYER and self._position() == self._end - 1  # the stack's own result
-            made = self._end if is_last else self._place()
-            self._numbers[id(tensor)], self._wanted[number] = (number, tensor), CarriedResult(made, made)
+            made = self._end if is_of_stack else self._place()
+            self._keys[id(tensor)], self._wanted[key] = (key, tensor), CarriedResult(made, made)
 
     def knows(self, placeholder: Placeholder) -> bool:
-        """Whether, in a trace, a result has a number, by which it can be carried."""
-        return id(placeholder) in self._numbers
+        """Whether, in a trace, a result has a key, by which it can be carried."""
+        return id(placeholder) in self._keys
 
     def _place(self) -> int:
         """The position, between layers and behind them."""
@@ -149,7 +154,7 @@ class CarriedResults:
         """
         if not self.knows(placeholder):
             return False
-        result = self._wanted[self._numbers[id(placeholder)][0]]
+        result = self._wanted[self._keys[id(placeholder)][0]]
         result.used = max(result.used, self._place() if layer is None else layer)
         if layer is not None:
             result.given.add(layer)
@@ -186,15 +191,29 @@ class CarriedResults:
         return result.crosses(self._end) and is_of_stage
 
     def _found(self, wanted: Callable[[CarriedResult], bool]) -> list[Tensor]:
-        numbers = [number for number, result in sorted(self._wanted.items()) if wanted(result)]
-        if missing := [number for number in numbers if number not in self._seen]:
-            raise ConfigurationError([_CHANGED.format(missing[0][0])])
-        return [self._seen[number] for number in numbers]
+        keys = [key for key, result in sorted(self._wanted.items()) if wanted(result)]
+        if missing := [key for key in keys if key not in self._seen]:
+            names = [name for name, _ in missing[0][0] if name not in ("_call_impl", "_wrapped_call_impl")]
+            raise ConfigurationError([_CHANGED.format(" in ".join(names[:4]))])
+        return [self._seen[key] for key in keys]
 
 
-OF_LAYER = "a layer"
-"""In the place of an operation's name."""
+def lines_of_step() -> Lines:
+    """The lines of code that the step has reached at present, the innermost first, up to where the package calls it."""
+    frame, found = inspect.currentframe(), []
+    while frame is not None and _is_of_package(frame):
+        frame = frame.f_back
+    while frame is not None and not _is_of_package(frame):
+        found.append((frame.f_code.co_name, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _is_of_package(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("lightning_parallel.")
+
+
 _CHANGED = (
-    "the step does not return from {} as often as in the first step, which has shown what passes from stage to stage; "
-    "compute the same between layers in each step, or give pipeline=1"
+    "the step does not compute what it has in the first step, which has shown what passes from stage to stage: {}. "
+    "Compute the same between layers in each step, or give pipeline=1"
 )

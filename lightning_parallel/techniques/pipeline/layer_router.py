@@ -26,7 +26,6 @@ from lightning_parallel.module.placeholders import (
 )
 from lightning_parallel.ranks.random_streams import drawing_from, seed_of_part
 from lightning_parallel.techniques.pipeline.boundary import StageBoundary
-from lightning_parallel.techniques.pipeline.carried import OF_LAYER
 from lightning_parallel.techniques.pipeline.joined import JoinedOutputs
 from lightning_parallel.techniques.pipeline.layer_checkpoints import LayerCheckpoints
 from lightning_parallel.techniques.pipeline.routing_refusals import disorder
@@ -249,10 +248,10 @@ class LayerRouter:
         """Replace placeholders for operations outside of layers."""
         return self._substitutes.replace(values) if self._trace is None else self._trace.look_outside(values)
 
-    def _note_outside(self, function: Any, values: Any, result: Any) -> None:
+    def _note_outside(self, values: Any, result: Any) -> None:
         if self._trace is not None:
             self._trace.note(values, result)
-        self.side_inputs.carried.note(getattr(function, "__name__", "an operation"), result)
+        self.side_inputs.carried.note(result)
 
     def _hand_on(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Infer the layer's result, as placeholders; that of the last one may be known from the microbatches."""
@@ -290,9 +289,10 @@ def _routing(cls: type[Any], router: LayerRouter, places: Mapping[nn.Module, Seq
     # parameters has to see the received tensors, so that backward gathers them again.
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run, forward = functools.partial(cls.__call__, self), functools.partial(cls.forward, self)
-        with router.side_inputs.carried.numbering(is_on=False):
-            result = router.call(router.place(places[self]), self, run, forward, args, kwargs)
-        router.side_inputs.carried.note(OF_LAYER, result)
+        with router.side_inputs.carried.noting(is_on=False):
+            index = router.place(places[self])
+            result = router.call(index, self, run, forward, args, kwargs)
+        router.side_inputs.carried.note(result, layer=index)
         return result
 
     return _torch.modules.subclass_calling(cls, call)

@@ -42,10 +42,10 @@ class SubstitutionMode(TorchFunctionMode):
 
     Args:
         replace: From nested arguments to the same with replacements.
-        note: Called with the operation, the arguments before they were replaced, and the result.
+        note: Called with the arguments of an operation before they were replaced, and its result.
     """
 
-    def __init__(self, replace: Callable[[Any], Any], note: Callable[[Any, Any, Any], None]) -> None:
+    def __init__(self, replace: Callable[[Any], Any], note: Callable[[Any, Any], None]) -> None:
         super().__init__()
         self._replace, self._note = replace, note
 
@@ -54,5 +54,5 @@ class SubstitutionMode(TorchFunctionMode):
         given = (args, kwargs or {})
         args, kwargs = self._replace(given)
         result = func(*args, **kwargs)
-        self._note(func, given, result)
+        self._note(given, result)
         return result

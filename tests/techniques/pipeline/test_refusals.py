@@ -85,9 +85,7 @@ def refusal(kind: str, strategy: str, num_ranks: int, batch: int) -> str:
             "encoder_decoder",
             "pp_custom:stages=[2,1]",
             4,
-            [
-                "but transformer.encoder.layers and transformer.decoder.layers have together 4; give 2 numbers with sum 4"
-            ],
+            ["but transformer.encoder.layers and transformer.decoder.layers have together 4; give 2 numbers"],
         ),
         ("byte_gpt", "pp_custom:schedule=zbv", 4, ["has 3 layers, fewer than the 4 stages"]),
         ("deep", "pp_custom:schedule=2f2b", 4, ["schedule='2f2b' is unknown", "gpipe, 1f1b, interleaved"]),

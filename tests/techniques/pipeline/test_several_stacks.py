@@ -22,7 +22,7 @@ FEW = 3
 
 
 def trained(name: str, optimizer: str, strategy: str, num_ranks: int) -> Outcome:
-    readers = max(1, num_ranks // 2) if "pipeline=2" in strategy else 1
+    readers = 2 if strategy.startswith("fsdp_custom:pipeline=2,check") else 1
     make = functools.partial(MODULES[name], optimizer)
     return train_module(make, batches("byte_gpt", readers, FEW), strategy, num_ranks, norms=True)
 
