@@ -318,9 +318,9 @@ def foreign_violations(output: Any, logs: StepLogs, metrics: StepMetrics, *, joi
     placeholders = [*placeholders_in(output), *logs.placeholders(), *metrics.placeholders()]
     if not placeholders:
         return []
-    also = "; with loss='batch', what the last layer returns and nothing else of the layers" if joins else ""
+    also = "; with loss='batch', where it has entries for each sample" if joins else ""
     return [
         "what the step returns, logs or gives to a metric depends on something that only another pipeline stage "
-        f"computes (with {name_sources(placeholders) or 'other layers'}): only what the first layer of a stage "
-        f"is given passes from stage to stage{also}. Leave it out, or give pipeline=1"
+        f"computes (with {name_sources(placeholders) or 'other layers'}): what operations and layers take passes from "
+        f"stage to stage{also}, and nothing else. Leave it out, or give pipeline=1"
     ]

@@ -40,9 +40,9 @@ def foreign(where: str, placeholders: list[Placeholder]) -> str:
     """
     return (
         f"{where} something that only another pipeline stage computes (with "
-        f"{name_sources(placeholders) or 'other layers'}): only what the first layer of a stage is given passes from "
-        "stage to stage. Give it to every layer, compute it from the batch alone, without parameters, or give "
-        "pipeline=1"
+        f"{name_sources(placeholders) or 'other layers'}), and that was not sent: what passes from stage to stage is "
+        "what operations and layers, by their arguments, have taken in the first step. Take the same in each step, "
+        "compute it from the batch alone, without parameters, or give pipeline=1"
     )
 
 
