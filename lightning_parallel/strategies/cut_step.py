@@ -94,7 +94,7 @@ class CutStep:
         except StageExit as exit_:
             return exit_.passed
         self._cut.router.check_end()
-        return output
+        return self._cut.router.returned(output)
 
     def execute(self, actions: tuple[Action, ...], batch: CutBatch, losses: StepLosses | None) -> Any:
         """Run `actions` on a batch, and return the step's output for all of it, on every rank. A collective.

@@ -209,7 +209,7 @@ class PipelinedModule:
         return bool(misplaced(self._positions, self._cut.plan.placement.positions, self._cut.plan.stages))
 
     def _traced_step(self, name: str, part: Any, args: Any) -> None:
-        output = self._cut_steps[name].step(part, *args)
+        output = self._cut.router.returned(self._cut_steps[name].step(part, *args))
         if name == TRAINING:
             loss_in(output)
 

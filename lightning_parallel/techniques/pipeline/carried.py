@@ -193,8 +193,7 @@ class CarriedResults:
     def _found(self, wanted: Callable[[CarriedResult], bool]) -> list[Tensor]:
         keys = [key for key, result in sorted(self._wanted.items()) if wanted(result)]
         if missing := [key for key in keys if key not in self._seen]:
-            names = [name for name, _ in missing[0][0] if name not in ("_call_impl", "_wrapped_call_impl")]
-            raise ConfigurationError([_CHANGED.format(" in ".join(names[:4]))])
+            raise ConfigurationError([_CHANGED.format(" in ".join(name for name, _ in missing[0][0][:4]))])
         return [self._seen[key] for key in keys]
 
 
@@ -204,7 +203,8 @@ def lines_of_step() -> Lines:
     while frame is not None and _is_of_package(frame):
         frame = frame.f_back
     while frame is not None and not _is_of_package(frame):
-        found.append((frame.f_code.co_name, frame.f_lineno))
+        if frame.f_globals.get("__name__") != _CALLING_MODULES:
+            found.append((frame.f_code.co_name, frame.f_lineno))
         frame = frame.f_back
     return tuple(found)
 
@@ -213,6 +213,8 @@ def _is_of_package(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith("lightning_parallel.")
 
 
+_CALLING_MODULES = "torch.nn.modules.module"
+"""Left out of lines: a module is called by other lines where it has hooks, as on the stage that shards it."""
 _CHANGED = (
     "the step does not compute what it has in the first step, which has shown what passes from stage to stage: {}. "
     "Compute the same between layers in each step, or give pipeline=1"

@@ -151,7 +151,8 @@ class LayerRouter:
         self.position, self._is_open = BEFORE_THE_STACK, True
         opened = self._checkpoints.opened(lambda: self.position == self.plan.num_layers - 1 or self.is_in_layer)
         passes_more = part.stage is None or self.side_inputs.has_any(step)
-        self._mode = SubstitutionMode(self._substitute_outside, self._note_outside) if passes_more else None
+        replace = self._substitutes.replace if self._trace is None else self._trace.look_outside
+        self._mode = SubstitutionMode(replace, self._note_outside) if passes_more else None
         self.side_inputs.carried.begin(step, is_traced=self._trace is not None)
         try:
             with self._mode or contextlib.nullcontext(), opened:
@@ -182,6 +183,16 @@ class LayerRouter:
         if self.position != self.plan.num_layers - 1:
             where = "no layer" if self.position < 0 else f"only the layers up to {self._paths[self.position]}"
             raise ConfigurationError([disorder(f"the step called {where} of the stack")])
+
+    def returned(self, output: Any) -> Any:
+        """Return what a step has returned, with what this stage has received in its place; a trace notes its use.
+
+        Args:
+            output: What the step has returned.
+        """
+        if self._trace is not None:
+            self._trace.note(((output,), {}), None)
+        return self._substitutes.replace(output)
 
     def call(
         self, index: int, layer: nn.Module, run: Callable[..., Any], forward: Callable[..., Any], args: Any, kwargs: Any
@@ -243,10 +254,6 @@ class LayerRouter:
         if index == self.plan.num_layers - 1:
             self._boundary.take_kept(joined)
         return result
-
-    def _substitute_outside(self, values: Any) -> Any:
-        """Replace placeholders for operations outside of layers."""
-        return self._substitutes.replace(values) if self._trace is None else self._trace.look_outside(values)
 
     def _note_outside(self, values: Any, result: Any) -> None:
         if self._trace is not None:

@@ -224,12 +224,14 @@ def corrected(before: Positions, traced: Positions, *, is_first: bool) -> Positi
     Args:
         before: The positions that are assumed now.
         traced: The positions that the trace found.
-        is_first: Whether `before` is a guess and not from a trace, so that places without a use are dropped.
+        is_first: Whether `before` is a guess and not from a trace, so that one which is wrong is dropped.
     """
-    return {
-        name: where if not (seen := traced.get(name)) else seen if is_first else seen | where
-        for name, where in before.items()
-    }
+    found = {}
+    for name, where in before.items():
+        seen = traced.get(name, frozenset())
+        # A guess of more places may be right: a trace ends where the step reads a value.
+        found[name] = seen if is_first and not seen <= where else seen | where
+    return found
 
 
 def misplaced(positions: Positions, placed: Positions, plan: StagePlan) -> list[str]:

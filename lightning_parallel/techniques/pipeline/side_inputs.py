@@ -26,7 +26,7 @@ _OUTSIDE = -1
 
 @dataclass(frozen=True)
 class Traced:
-    """What traces of steps have shown, whatever the stages.
+    """Findings of the traces of steps, which hold for any stages.
 
     Args:
         beside: Arguments of layers.
@@ -56,7 +56,7 @@ class SideInputs:
 
     @property
     def traced(self) -> Traced:
-        """What traces have shown so far."""
+        """The findings of traces so far."""
         return Traced(self.by_step, self.carried.by_step)
 
     def has_any(self, step: str) -> bool:

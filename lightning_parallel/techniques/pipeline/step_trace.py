@@ -109,7 +109,7 @@ class StepTrace:
                 self._substitutes.put(placeholder, placeholder_like(placeholder, watch=self.watch, stage=stage))
 
     def _computed(self, args: Any, kwargs: Any) -> list[Placeholder]:
-        """What was computed with parameters."""
+        """The tensors among arguments that were computed with parameters."""
         return [leaf for leaf in tree_leaves((args, kwargs)) if is_placeholder(leaf) and leaf.stage is not None]
 
     def _refuse(self, placeholder: Placeholder) -> None:

@@ -29,7 +29,9 @@ class Substitutes:
         self._pairs[id(placeholder)] = placeholder, tensor
 
     def replace(self, values: Any) -> Any:
-        """Copy nested containers, with placeholders replaced."""
+        """Copy nested containers, with placeholders replaced; without any, they are the same."""
+        if not self._pairs:
+            return values
         return tree_map(lambda value: self._pairs[id(value)][1] if id(value) in self._pairs else value, values)
 
     def clear(self) -> None:
