@@ -145,7 +145,7 @@ class Towers(Case):
         self.of_images = nn.ModuleList(Mixer(WIDTH) for _ in range(3))
         self.scale = nn.Parameter(torch.tensor(1.0))
 
-    def loss(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         image = self.images(F.one_hot(tokens, VOCABULARY).float())
         for layer in self.of_images:
             image = layer(image)
@@ -153,8 +153,15 @@ class Towers(Case):
         text = self.texts(tokens)
         for layer in self.of_texts:
             text = layer(text)
-        logits = self.scale.exp() * F.normalize(text.mean(1), dim=-1) @ pooled.T
+        return pooled, F.normalize(text.mean(1), dim=-1)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        image, text = self(tokens)
+        logits = self.scale.exp() * text @ image.T
         return F.cross_entropy(logits, torch.arange(len(tokens), device=tokens.device))
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        return dict(zip(("image", "text"), self(*batch), strict=True))
 
 
 class Alternating(Case):

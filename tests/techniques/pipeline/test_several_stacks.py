@@ -8,12 +8,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from lightning import seed_everything
 
 from lightning_parallel import ConfigurationError, build_strategy
 from lightning_parallel.strategies import failures
 from tests.data import batches
-from tests.models.several_stacks import SEVERAL_STACKS, CalledTwice, SkippingLater, SkippingMore
+from tests.models.several_stacks import SEVERAL_STACKS, CalledTwice, SkippingLater, SkippingMore, Towers
 from tests.parity import Outcome, assert_same_training, checked, is_moving, make_trainer, once, train_module
 from tests.rank_pool import RankError
 
@@ -92,6 +93,20 @@ def evaluated(name: str, strategy: str, num_ranks: int) -> float:
 def test_an_evaluation_before_training(ranks: Any, name: str) -> None:
     found = ranks(2).run(evaluated, name, "pp_custom", 2)
     assert found == pytest.approx([evaluated(name, "auto", 1)] * 2, abs=1e-5)
+
+
+def predicted(strategy: str, num_ranks: int) -> dict[str, torch.Tensor]:
+    seed_everything(3, verbose=False)
+    trainer = make_trainer(strategy if strategy == "auto" else build_strategy(strategy), num_ranks)
+    (found,) = trainer.predict(Towers("sgd"), batches("byte_gpt", 1, 1))
+    return found
+
+
+@pytest.mark.parametrize("options", ["stages=[2,3]", "stages=[4,1],loss=microbatch"])
+def test_what_a_step_returns_of_all_stages(ranks: Any, options: str) -> None:
+    expected = predicted("auto", 1)
+    for found in ranks(2).run(predicted, f"pp_custom:{options}", 2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def refused(name: str, strategy: str) -> str:
