@@ -150,7 +150,7 @@ def parallelize(
     policies = plan.policies
     with Snapshot(module) as pipeline:
         groups = {"group": mesh.pipeline_group, "host_group": mesh.pipeline_host_group}
-        cut = cut_stack(module, plan.structure, plan.pipeline, **groups)
+        cut = cut_stack(module, plan.pipeline, **groups)
     structure = plan.structure if cut is None else cut.local(plan.structure)
     chains = [chain for stack in structure.stacks for chain in stack.chains]
     stacks = [[(path, module.get_submodule(path)) for path in chain] for chain in chains]

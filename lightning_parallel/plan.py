@@ -118,9 +118,7 @@ def build_plan(module: nn.Module, degrees: Degrees, policies: Policies) -> Plan:
     if structure.layers and degrees.pipeline != 1:
         size = _number(degrees.pipeline)
         # Faults of the policy alone were reported when the Trainer was made; here they only prevent planning stages.
-        found = pipeline_violations(policies.pipeline, size) or cut_violations(
-            module, structure, policies.pipeline, size
-        )
+        found = pipeline_violations(policies.pipeline, size) or cut_violations(structure, policies.pipeline, size)
         violations += found
         if not found:
             plan = replace(plan, pipeline=plan_pipeline(module, structure, policies.pipeline, size))

@@ -20,6 +20,7 @@ from lightning_parallel.strategies.cut_step import CutBatch, CutStep
 from lightning_parallel.strategies.loss_choice import LossChoice
 from lightning_parallel.strategies.step_logs import StepLogs
 from lightning_parallel.techniques.gathering import gather_while_running
+from lightning_parallel.techniques.pipeline.call_order import traced_order
 from lightning_parallel.techniques.pipeline.early_draws import EarlyDraws
 from lightning_parallel.techniques.pipeline.execution import evaluation_actions, training_actions
 from lightning_parallel.techniques.pipeline.gradients import GradientsOfStep
@@ -30,7 +31,13 @@ from lightning_parallel.techniques.pipeline.microbatches import (
     batch_size_of,
     cut_batch,
 )
-from lightning_parallel.techniques.pipeline.placement import Placement, Positions, corrected, trace_positions
+from lightning_parallel.techniques.pipeline.placement import (
+    Placement,
+    corrected,
+    misplaced,
+    placed_by_registration,
+    trace_positions,
+)
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
 from lightning_parallel.techniques.pipeline.stage_plan import StepCosts, balanced
 from lightning_parallel.techniques.pipeline.step_losses import StepLosses, loss_in
@@ -69,6 +76,8 @@ class PipelinedModule:
         assert parallelized.cut is not None
         self._module = module
         self._cut = parallelized.cut
+        self._stacks = parallelized.plan.structure.stacks
+        self._positions = self._cut.plan.placement.positions
         self._all_ranks = parallelized.mesh.host_group
         self._steps = steps
         self._device = device
@@ -152,19 +161,35 @@ class PipelinedModule:
 
     def _better_placement(self, name: str, part: Any, args: Any) -> Placement | None:
         """The placement that the first trace of the step shows, if the module has to be cut again. A collective."""
+        if not self._looked_at and len(self._stacks) > 1:
+            layers = self._called_layers(name, part, args)
+            if layers != self._cut.plan.placement.layers:
+                return placed_by_registration(self._module, layers)
         if name not in self._looked_at:
             self._looked_at.add(name)
-            if (positions := self._misplaced(name, part, args)) is not None:
-                return Placement(positions, self._cut.plan.placement.costs, self._cut.router.side_inputs.by_step)
+            if self._is_misplaced(name, part, args):
+                return self._placement()
         if name == TRAINING and self._cut.plan.policy.stages == "time" and _TIMES not in self._looked_at:
             self._looked_at.add(_TIMES)
             costs, plan = self._measured(part, args), self._cut.plan.stages
             if is_worth_moving(costs, plan.counts, balanced(costs, plan.num_stages)):
-                return Placement(self._cut.plan.placement.positions, costs, self._cut.router.side_inputs.by_step)
+                return self._placement(costs=costs)
         return None
 
-    def _misplaced(self, name: str, part: Any, args: Any) -> Positions | None:
-        """Where parameters are used, unless each stage has what it uses already."""
+    def _placement(self, **news: Any) -> Placement:
+        """The present placement with what traces have shown, and other news."""
+        known = self._cut.router.side_inputs.traced
+        return replace(self._cut.plan.placement, positions=self._positions, known=known, **news)
+
+    def _called_layers(self, name: str, part: Any, args: Any) -> tuple[str, ...]:
+        """The layers of all stacks in the order in which the step calls them; the present order if it shows none."""
+        router, layers = self._cut.router, self._cut.plan.placement.layers
+        with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention():
+            step = functools.partial(self._traced_step, name, part, args)
+            return traced_order(self._module, self._stacks, router, layers, step=step) or layers
+
+    def _is_misplaced(self, name: str, part: Any, args: Any) -> bool:
+        """Whether a stage lacks a parameter that it uses, as a trace of the step shows."""
         is_first = len(self._looked_at) == 1
         router, draws = self._cut.router, EarlyDraws(self._cut.router, self._module)
         with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention(), draws:
@@ -179,12 +204,12 @@ class PipelinedModule:
             if is_cut or name == TRAINING:
                 router.check_end()
             self._looked_at.discard(name)  # it may call layers later, as one that does nothing in the sanity check
-            return None
-        plan = self._cut.plan
-        return corrected(plan.placement.positions, traced, plan.stages, is_first=is_first)
+            return False
+        self._positions = corrected(self._positions, traced, is_first=is_first)
+        return bool(misplaced(self._positions, self._cut.plan.placement.positions, self._cut.plan.stages))
 
     def _traced_step(self, name: str, part: Any, args: Any) -> None:
-        output = self._cut_steps[name].step(part, *args)
+        output = self._cut.router.returned(self._cut_steps[name].step(part, *args))
         if name == TRAINING:
             loss_in(output)
 

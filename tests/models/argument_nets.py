@@ -270,6 +270,8 @@ FURTHER_NETS: dict[str, type[Case]] = {
     "deep": Deep,
     "twelve": Twelve,
     "uses_the_middle": UsesTheMiddle,
+    "changes_the_condition": ChangesTheCondition,
+    "only_the_last": OnlyTheLast,
     "picky": net(Picky, long_waves),
 }
 """For one of the tests alone."""
