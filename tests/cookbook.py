@@ -13,8 +13,8 @@ FOLDER = ROOT / "docs" / "cookbook"
 PAGES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index")
 HEADINGS = ["Question", "Command", "What you see", "How it works", "What it costs", "When not to"]
 LONG = ("byte_lm", "digits", "hf_gpt2", "long_context", "pipeline_llama", "three_d")
-"""Recipes of minutes: test_cookbook.py runs two batches of them, and compares the lines above the first `...`. test_recipes.py
-runs them, and to their ends, with the other lines, if it is asked."""
+"""Recipes of minutes: test_cookbook.py runs two batches of them, and compares the lines above the first `...`.
+test_recipes.py runs a part of them, and all, with the other lines, if it is asked."""
 TOLERANCE = 0.05
 """Of numbers with a point: processors and versions of torch round in other ways, and training takes it further."""
 

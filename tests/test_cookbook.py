@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from recipes.lora.module import FineTuned, LowRank
 from tests.cookbook import FOLDER, HEADINGS, LONG, PAGES, ROOT, check_seen, commands, fenced, num_ranks
-from tests.jobs.recipes import run_command, run_counted
+from tests.jobs.recipes import run_command, run_counted, run_script
 from tests.parity import difference
 
 TWO_BATCHES = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"]
@@ -83,7 +88,7 @@ def test_lora(ranks: Any, tmp_path: Path) -> None:
     assert changed == {name for name in after if ".up." in name or ".down." in name}
 
 
-@pytest.mark.parametrize("page", ["moe", "ema", "gan", "offload", "float8"])
+@pytest.mark.parametrize("page", ["moe", "ema", "gan", "offload", "float8", "from_ddp", "custom_callback"])
 def test_recipe(page: str, ranks: Any, tmp_path: Path) -> None:
     check_seen(page, "\n".join(run_page(page, ranks, tmp_path)))
 
@@ -121,3 +126,35 @@ def test_resumed_run_ends_as_one_that_was_never_interrupted(ranks: Any, tmp_path
     shutil.rmtree(logs)
     kept.rename(logs)
     check_seen("resume", printed + ranks(1).run(run_command, second, str(tmp_path))[0])
+
+
+def test_script(ranks: Any, tmp_path: Path) -> None:
+    _, path, number = shlex.split(fenced("script", "Command", "bash"))
+    check_seen("script", ranks(int(number)).run(run_script, path, [number], str(tmp_path))[0])
+    changes = [line for line in fenced("script", "What you see", "diff").splitlines() if line != "..."]
+    lines = (ROOT / path).read_text().splitlines()
+    assert all((line[1:] in lines) != line.startswith("-") for line in changes)
+    assert sum(bool(line.strip()) for line in lines) < 30
+
+
+CELLS = """
+import json, sys
+
+sys.ps1 = ">>> "
+names = {"__name__": "__main__"}
+for cell in json.load(open(sys.argv[1]))["cells"]:
+    if cell["cell_type"] == "code":
+        exec("".join(cell["source"]), names)
+"""
+
+
+@pytest.mark.slow
+def test_notebook(tmp_path: Path) -> None:
+    words = shlex.split(fenced("notebook", "Command", "bash"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", CELLS, str(ROOT / words[-1])]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    check_seen("notebook", done.stderr + done.stdout)
+    cells = json.loads((ROOT / words[-1]).read_text())["cells"]
+    assert [cell["outputs"] for cell in cells if cell["cell_type"] == "code"] == [[], [], [], []]

@@ -60,6 +60,7 @@ def test_a_recipe_chooses_and_computes_nothing(recipe: str) -> None:
     config = yaml.safe_load(text)
     assert config.get("strategy") == OWN_STRATEGIES.get(recipe)
     assert "strategy" not in config["trainer"]
+    # A script, or a notebook, has no config and imports the package, in the place of it.
     for path in (ROOT / "recipes" / recipe).glob("*.py"):
         source = path.read_text()
         assert not any(word in source for word in ("torch.distributed", "world_size", "lightning_parallel", ".cuda("))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import runpy
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -39,6 +40,13 @@ def run_command(words: list[str], folder: str) -> str:
         except SystemExit as end:
             if end.code:
                 raise AssertionError(file.read_text()) from end
+    return file.read_text()
+
+
+def run_script(path: str, words: list[str], folder: str) -> str:
+    """What `python` with a path from the root and these words prints on this rank, run in `folder`."""
+    with contextlib.chdir(folder), mock.patch.object(sys, "argv", [path, *words]), printed() as file:
+        runpy.run_path(str(ROOT / path), run_name="__main__")
     return file.read_text()
 
 
