@@ -36,6 +36,7 @@ FIRST_PART = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=0.3", "--
 EARLY_GOALS = {"byte_lm": 4.0, "hf_gpt2": 3.8, "long_context": 4.5, "pipeline_llama": 3.8, "three_d": 3.5}
 """Recipe -> bits per byte after that part; a model that has learnt nothing has 8."""
 OWN_STRATEGIES = {
+    "custom_plan": "tp_custom:tensor_plan={query: colwise, key: colwise, value: colwise, output: rowwise}",
     "float8": "fsdp_custom:float8=tensorwise:emulate",
     "long_context": "cp_custom",
     "offload": "fsdp_offload_custom:recompute=full",
