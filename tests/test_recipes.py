@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from subprocess import PIPE, STDOUT
 import pytest
 import yaml
 
+from tests.cli.command import run
 from tests.cookbook import LONG, check_seen, commands
 
 ROOT = Path(__file__).parents[1]
@@ -65,6 +67,22 @@ def test_a_recipe_chooses_and_computes_nothing(recipe: str) -> None:
     for path in (ROOT / "recipes" / recipe).glob("*.py"):
         source = path.read_text()
         assert not any(word in source for word in ("torch.distributed", "world_size", "lightning_parallel", ".cuda("))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_eight_devices_are_a_matter_of_one_argument(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the commands in the first lines would do on eight ranks, without starting them."""
+    monkeypatch.chdir(ROOT)
+    lines = (ROOT / "recipes" / recipe / "config.yaml").read_text().splitlines()
+    found = [shlex.split(line)[3:] for line in lines if line.startswith("# lightning-parallel fit")]
+    of_eight = [words for words in found if "--trainer.devices=8" in words]
+    assert of_eight
+    for words in of_eight:
+        given = [word for word in words if not word.startswith("--ckpt_path")]
+        assert run(monkeypatch, "explain", *given, "--trainer.accelerator=cpu") == 0
+        assert "refused" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
