@@ -96,7 +96,9 @@ def test_recipe(page: str, ranks: Any, tmp_path: Path) -> None:
 
 
 def test_lora_of_a_model_in_a_folder(tmp_path: Path) -> None:
-    FineTuned(rank=0).model.save_pretrained(tmp_path)
+    full = FineTuned(rank=0)
+    assert all(parameter.requires_grad for parameter in full.parameters())
+    full.model.save_pretrained(tmp_path)
     module = FineTuned(str(tmp_path))
     assert not module.model.model.embed_tokens.weight.requires_grad
     assert isinstance(module.model.model.layers[0].self_attn.q_proj, LowRank)
