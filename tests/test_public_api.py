@@ -32,6 +32,7 @@ PUBLIC = {
 }
 CALLBACKS = {
     "BatchSizeFinder",
+    "DevicePrefetch",
     "ExponentialMovingAverage",
     "GlobalBatch",
     "GradientNorm",
