@@ -83,11 +83,11 @@ def training_pass(trainer: Trainer) -> Pass | None:
     combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
     if combined is None:
         return None
-    iterator: Any = combined._iterator
+    found: Any = combined._iterator
     ahead = len(getattr(fetcher, "batches", ()))
-    if isinstance(iterator, Ahead):
-        ahead += iterator.settle()
-        iterator = iterator.inner
+    if isinstance(found, Ahead):
+        ahead += found.settle()
+    iterator = found.inner if isinstance(found, Ahead) else found
     taken = 0 if iterator is None else iterator._idx
     return Pass(combined.flattened, () if iterator is None else iterator.iterators, combined._mode, taken, ahead)
 

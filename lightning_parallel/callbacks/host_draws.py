@@ -28,27 +28,23 @@ class HostDraws:
         self.is_drawn_by_training = False
         """Whether the main thread draws from them between batches."""
 
-    def note(self) -> None:
-        """Look from here on."""
-        self._noted = self._state()
+    def look(self) -> bool:
+        """Whether a thread has drawn since the last look; not where this is the first."""
+        before, self._noted = self._noted, self._state()
+        return before is not None and before != self._noted
 
-    def holds(self, *, has_read: bool) -> bool:
-        """Whether no thread has drawn since the last look; else the main thread has.
+    def tell(self, *, has_read: bool) -> None:
+        """Take it that the main thread has drawn.
 
         Args:
             has_read: Whether the other thread has read meanwhile.
 
         Raises:
-            ConfigurationError: If it has, and one of the two has drawn.
+            ConfigurationError: If it has, so that nobody knows.
         """
-        before = self._noted
-        self.note()
-        if before is None or before == self._noted:
-            return True
         if has_read:
             raise ConfigurationError([_DRAWN])
         self.is_drawn_by_training = True
-        return False
 
     def _state(self) -> Any:
         states = [(random.getstate(), np.random.get_state())]

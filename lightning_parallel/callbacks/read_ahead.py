@@ -23,14 +23,14 @@ class Ended(BaseException):
 class Watch(Protocol):
     """Looks at what both threads share."""
 
-    def note(self) -> None:
-        """Look from here on."""
+    def look(self) -> bool:
+        """Whether it has changed since the last look; it has not where this is the first."""
 
-    def holds(self, *, has_read: bool) -> bool:
-        """Whether the thread may go on, by what has changed since the last look.
+    def tell(self, *, has_read: bool) -> None:
+        """Take it that what has changed was changed by the main thread.
 
         Args:
-            has_read: Whether the thread has read meanwhile.
+            has_read: Whether the thread has read meanwhile, and may have done it.
         """
 
 
@@ -68,7 +68,7 @@ class ReadAhead(Iterator[Any]):
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._read, name="lightning_parallel-read-ahead", daemon=True)
         if watch is not None:
-            watch.note()
+            watch.look()
         self._thread.start()
 
     # The main thread ----------------------------------------------------------------------------------------------
@@ -106,14 +106,16 @@ class ReadAhead(Iterator[Any]):
     def resume(self) -> None:
         """Look again from here on."""
         if self._watch is not None:
-            self._watch.note()
+            self._watch.look()
 
     def _look(self) -> None:
         if self._watch is None or (self._has_ended and not self._has_read):
             return
         with self._changed:
             has_read, self._has_read = self._has_read, self._is_reading
-        if not self._watch.holds(has_read=has_read):
+        if self._watch.look():
+            # Asked again: it may have begun to read just before the look, or read all the time.
+            self._watch.tell(has_read=has_read or self._has_read)
             self._is_over = True
 
     def close(self) -> None:

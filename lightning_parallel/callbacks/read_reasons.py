@@ -94,16 +94,16 @@ class Probe(Iterator[Any]):
         self.inner, self._device, self._watch = inner, device, watch
         self.num_read = 0
         self.reason = ""
-        """Why it cannot be read ahead."""
+        """The reason why it cannot be read ahead; empty so far."""
 
     def __next__(self) -> Any:
-        if not self._watch.holds(has_read=False):
+        if self._watch.look():
             self.reason = self.reason or TRAINING_DRAWS
         before = RandomState.take(self._device)
         item = next(self.inner)
         if has_drawn(before, RandomState.take(self._device)):
             self.reason = DATA_DRAWS
-        self._watch.note()
+        self._watch.look()
         self.num_read += 1
         return item
 

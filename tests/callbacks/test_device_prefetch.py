@@ -83,17 +83,17 @@ def test_draws_of_training_while_the_thread_rests() -> None:
 @pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom"])
 def test_on_two_ranks(ranks: Any, name: str) -> None:
     pool = ranks(2)
-    for case in ({}, {"kind": "late torch", "max_steps": 5}):
-        same(
-            pool.run(functools.partial(fit, name, 2, ahead=2, **case)),
-            pool.run(functools.partial(fit, name, 2, **case)),
-        )
+    cases: list[dict[str, Any]] = [{}, {"kind": "late torch", "max_steps": 5}]
+    for case in cases[: 1 + (name == "ddp_custom")]:
+        same(*(pool.run(functools.partial(fit, name, 2, ahead=ahead, **case)) for ahead in (2, 0)))
     with pytest.raises(Exception, match="default generator was drawn from"):
         pool.run(functools.partial(fit, name, 2, ahead=2, kind="late numpy"))
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "buckets", "two", "cycle", "workers", "stateful"])
-@pytest.mark.parametrize("save", [2, 8])
+@pytest.mark.parametrize(
+    ("kind", "save"),
+    [("shuffled", 2), ("shuffled", 8), ("buckets", 2), ("two", 5), ("cycle", 2), ("workers", 8), ("stateful", 2)],
+)
 def test_a_resume_goes_on_behind_what_was_trained_on(tmp_path: Path, kind: str, save: int) -> None:
     found = []
     for ahead in (0, 2):
