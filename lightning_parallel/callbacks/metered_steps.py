@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -122,14 +123,25 @@ class MeteredSteps(Callback):
         for window in (*self._closed, self._window):
             window.read()
         if self._window.steps >= self._every:
-            self._phases.pause()
-            self._close()
-            self._tell_closed(trainer, self._num_open)
-            self._phases.resume()
+            with self.stopped():
+                self._close()
+                self._tell_closed(trainer, self._num_open)
 
     def leave_out_update(self) -> None:
         """Let the next update count for nothing; call it between two updates, at the end of a window."""
         self._is_timed = False
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Let no time count inside of this context."""
+        if self._actions is None:
+            yield
+            return
+        self._phases.pause()
+        try:
+            yield
+        finally:
+            self._phases.resume()
 
     def _close(self) -> None:
         self._closed.append(self._window)
