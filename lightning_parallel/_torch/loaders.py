@@ -60,7 +60,6 @@ def with_workers(loader: DataLoader[Any], number: int, generator: torch.Generato
         generator: What to draw from, in place of the loader's own.
     """
     other = copy.copy(loader)
-    ahead = (loader.prefetch_factor or 2) if number else None
-    fresh = {"num_workers": number, "prefetch_factor": ahead, "generator": generator, "timeout": 0, "_iterator": None}
-    vars(other).update(fresh, persistent_workers=False, pin_memory=False)
+    vars(other).update(num_workers=number, prefetch_factor=(loader.prefetch_factor or 2) if number else None)
+    vars(other).update(generator=generator, timeout=0, persistent_workers=False, pin_memory=False, _iterator=None)
     return other

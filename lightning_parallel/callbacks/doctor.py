@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _PROFILED = 10
 """Windows for which one measurement of communication holds."""
 _MARGIN = 1.1
-"""What workers are to give of what training takes, so that they stay ahead."""
+"""The part of what training takes that workers are to give, so that they stay ahead."""
 
 
 class Doctor(MeteredSteps):
@@ -153,7 +153,7 @@ class Doctor(MeteredSteps):
         return found if found is not None and before is not None and found.rank == before.rank else None
 
     def _tried(self, trainer: Trainer, window: MeteredWindow, loaders: list[Any]) -> str:
-        """What other numbers of workers give, tried once."""
+        """Words on what other numbers of workers give, tried once."""
         if self._trial or not self._tries_workers or len(loaders) != 1:
             return self._trial
         (loader,) = loaders
@@ -220,7 +220,7 @@ def _mfu(trainer: Trainer) -> str:
 
 
 def _on_communication(trainer: Trainer) -> str:
-    """What to do against communication under this strategy."""
+    """Advice against communication under this strategy."""
     advice = ["a larger batch on each rank", "accumulate_grad_batches, with accumulation_sync='last'"]
     if has_whole_replicas(trainer):
         return _TAKE.format(", or ".join([*advice, "comm_hook='fp16' or 'bf16', which sends half of the bytes"]))

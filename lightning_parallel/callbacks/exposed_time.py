@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 Span = tuple[float, float]
 
 _COMMUNICATION = ("gloo:", "nccl:", "ncclDevKernel", "ncclKernel", "mpi:", "ucc:")
-"""How the names of collectives begin: on the host, and as kernels."""
+"""Beginnings of the names of collectives: on the host, and as kernels."""
 _COMPUTING = "aten::"
 _MICRO = 1e-6
 

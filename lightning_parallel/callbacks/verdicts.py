@@ -1,4 +1,4 @@
-"""What holds a training up: the evidence, what it costs, and what to do."""
+"""Verdicts on what holds a training up: the evidence, what it costs, and what to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SMALL = 32 * 2**20
 
 @dataclass(frozen=True)
 class Verdict:
-    """What holds a training up.
+    """One thing that holds a training up.
 
     Args:
         name: ``"memory"``, ``"slow rank"``, ``"data"``, ``"copies"``, ``"communication"`` or ``"too small"``.
@@ -41,7 +41,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was measured in a window.
+    """Measurements of a window.
 
     Args:
         seconds: Phase -> seconds of an update, in the mean over ranks.
@@ -68,7 +68,7 @@ class Evidence:
 
 
 def verdict(found: Evidence, *, on_communication: str) -> Verdict | None:
-    """What costs most, if anything is worth a look.
+    """The verdict on what costs most, if anything is worth a look.
 
     Args:
         found: The evidence.

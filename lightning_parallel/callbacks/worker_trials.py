@@ -24,7 +24,7 @@ _CLOSE = 0.9
 
 @dataclass(frozen=True)
 class WorkerTrials:
-    """What was found.
+    """The batches a second that were found.
 
     Args:
         rates: Number of workers -> batches a second, once they are under way.

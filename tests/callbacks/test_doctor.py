@@ -24,6 +24,7 @@ from lightning_parallel.callbacks.verdicts import Evidence, verdict
 from lightning_parallel.callbacks.worker_trials import WorkerTrials
 from lightning_parallel.ranks.memory import MemoryUse
 from tests.jobs.meters import heard
+from tests.jobs.positions import Layer
 from tests.parity import trainer_for
 
 # What evidence comes to ---------------------------------------------------------------------------------------------
@@ -83,22 +84,23 @@ class Samples(Dataset[Tensor]):
     """Random numbers, of which each takes some time."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds = seconds
+        self.seconds, self.numbers = seconds, torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> Tensor:
-        time.sleep(self.seconds)
-        return torch.randn(16, generator=torch.Generator().manual_seed(index))
+        if self.seconds:
+            time.sleep(self.seconds)
+        return self.numbers[index]
 
 
 class Sleeps(L.LightningModule):
     """A small model; a step takes as long as `seconds` say for this rank."""
 
-    def __init__(self, *seconds: float) -> None:
+    def __init__(self, *seconds: float, layers: int = 4) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        self.layers = nn.Sequential(*(Layer() for _ in range(layers)))
         self.seconds = seconds
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -114,10 +116,12 @@ class Sleeps(L.LightningModule):
 Said = tuple[list[str], list[str], list[float]]
 
 
-def examined(strategy: str, size: int, seconds: tuple[float, ...], of_sample: float = 0.0, *also: Any) -> Said:
+def examined(
+    strategy: str, size: int, seconds: tuple[float, ...], of_sample: float = 0.0, layers: int = 4, *also: Any
+) -> Said:
     """Names of the verdicts, what was said, and weights behind 11 steps."""
     L.seed_everything(3, verbose=False)
-    look, module = Doctor(every=3), Sleeps(*seconds)
+    look, module = Doctor(every=3), Sleeps(*seconds, layers=layers)
     trainer = trainer_for(strategy, size, callbacks=[look, *also], max_steps=11, max_epochs=-1)
     with heard() as said:
         trainer.fit(module, DataLoader(Samples(of_sample), batch_size=2, shuffle=True))
@@ -144,32 +148,38 @@ def plain(strategy: str, size: int) -> list[float]:
     return [float(each.detach().sum()) for each in module.parameters()] + [float(torch.rand(()))]
 
 
-def test_a_slow_rank_a_tiny_model_and_a_healthy_run(ranks: Any) -> None:
+def test_a_slow_rank_and_a_healthy_run(ranks: Any) -> None:
     pool = ranks(2)
-    (names, said, _), (other_names, silent, _) = pool.run(examined, "ddp_custom", 2, (0.03, 0.15))
-    assert set(names) == set(other_names) == {"slow rank"}
-    assert "rank 1 is slow" in said[0]
+    (names, said, _), (other_names, silent, _) = pool.run(examined, "ddp_custom", 2, (0.03, 0.2))
+    assert names == other_names
+    assert names[-1] == "slow rank"  # in the second window, as one may be a short spell
+    assert "rank 1 is slow" in said[-1]
     assert silent == []
-    (names, said, _), _ = pool.run(examined, "ddp_custom", 2, (0.0,))
-    assert "too small" in names
-    assert "the model is too small for 2 ranks" in "".join(said)
-    (names, said, _), _ = pool.run(examined, "ddp_custom", 2, (0.3,))
+    (names, said, _), _ = pool.run(examined, "ddp_custom", 2, (0.4,))
     assert (names, said) == ([], [])
 
 
-@pytest.mark.parametrize("name", ["fsdp_custom", "pp_custom"])
-def test_under_names_that_gather_or_cut(ranks: Any, name: str) -> None:
+def test_a_tiny_model(ranks: Any) -> None:
+    """Each of 24 layers is gathered twice and reduced once, and computes next to nothing."""
+    (names, said, _), (other_names, silent, _) = ranks(2).run(examined, "fsdp_custom", 2, (0.0,), 0.0, 24)
+    assert names == other_names
+    assert "too small" in names
+    assert "the model is too small for 2 ranks" in "".join(said)
+    assert silent == []
+
+
+def test_under_a_pipeline(ranks: Any) -> None:
     """Nobody is blamed for waiting, and all ranks come to the same."""
-    (names, _, _), (others, silent, _) = ranks(2).run(examined, name, 2, (0.0,))
+    (names, _, _), (others, silent, _) = ranks(2).run(examined, "pp_custom", 2, (0.0,))
     assert names == others
-    assert set(names) <= {"communication", "too small"}
+    assert "slow rank" not in names
     assert silent == []
 
 
 def test_windows_are_those_of_a_step_breakdown() -> None:
     breakdown = StepBreakdown(every=5)
     with mock.patch.object(doctor, "tune_workers", return_value=WorkerTrials({1: 1e9})):
-        names, said, _ = examined("auto", 1, (0.01,), 0.02, breakdown)
+        names, said, _ = examined("auto", 1, (0.01,), 0.02, 4, breakdown)
     assert names == ["data"] * 2  # one of StepBreakdown's own windows after another
     assert breakdown.listeners == []
     assert said[0].endswith("give num_workers=1.")
