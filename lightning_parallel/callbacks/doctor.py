@@ -49,7 +49,9 @@ class Doctor(MeteredSteps):
         slower: By how much of the median's own time a rank has to be slower to be named.
 
     Attributes:
-        verdicts: What was said, of each window in which something was.
+        verdicts: Those of each window in which there was one.
+        said: The sentences in which they were said.
+        exposed: Of each rank, the seconds of an update in which it communicated and did not compute, as measured last.
 
     Raises:
         ConfigurationError: If arguments do not fit.
@@ -62,6 +64,7 @@ class Doctor(MeteredSteps):
         check(_violations(every, slower))
         super().__init__(every)
         self.verdicts: list[Verdict] = []
+        self.said: list[str] = []
         self._tries_workers, self._slower = tries_workers, slower
         self._log = MeterLog("Doctor")
         self._leader: MeteredSteps = self
@@ -71,7 +74,7 @@ class Doctor(MeteredSteps):
         """Forget an earlier fit."""
         self._waiting: MeteredWindow | None = None
         self._profile: UpdateProfile | None = None
-        self._exposed: list[float] = []
+        self.exposed: list[float] = []
         self._slow: Straggler | None = None
         self._num_windows, self._retries, self._trial = 0, 0.0, ""
 
@@ -82,7 +85,7 @@ class Doctor(MeteredSteps):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin()
-        self.verdicts = []
+        self.verdicts, self.said = [], []
         self._leader = next((each for each in _callbacks(trainer) if isinstance(each, StepBreakdown)), self)
         super().on_train_start(trainer, pl_module)
         if self._leader is not self:
@@ -114,7 +117,7 @@ class Doctor(MeteredSteps):
             profile, window = self._profile, self._waiting
             self._profile = self._waiting = None
             with self._leader.stopped():
-                self._exposed = [found for (found,) in self._ranks.of_all([profile.stop()])]
+                self.exposed = [found for (found,) in self._ranks.of_all([profile.stop()])]
                 self._conclude(trainer, window)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
@@ -134,7 +137,7 @@ class Doctor(MeteredSteps):
             seconds=window.seconds,
             straggler=self._slow_rank(trainer, window),
             num_ranks=trainer.world_size,
-            exposed=self._exposed,
+            exposed=self.exposed,
             gradient_bytes=sum(each.numel() * each.element_size() for each in trained),
             retries=retries,
             copies_aside=bool(loaders) and all(each.pin_memory for each in loaders),
@@ -144,7 +147,8 @@ class Doctor(MeteredSteps):
             return
         self.verdicts.append(said)
         trial = self._tried(trainer, window, loaders) if said.name == "data" else ""
-        self._log.say(" ".join(filter(None, (f"{said}{_mfu(trainer)}.", trial))))
+        self.said.append(" ".join(filter(None, (f"{said}{_mfu(trainer)}.", trial))))
+        self._log.say(self.said[-1])
 
     def _slow_rank(self, trainer: Trainer, window: MeteredWindow) -> Straggler | None:
         """The rank that was slow in the window before, too: a short spell is nothing to act on."""

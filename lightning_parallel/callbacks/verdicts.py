@@ -110,9 +110,11 @@ def _of_communication(found: Evidence, advice: str) -> list[Verdict]:
     exposed = min(exposed, found.step)
     share = exposed / found.step
     name, evidence = "communication", f"communication that nothing hides takes {share:.0%} of an update"
-    if share >= _MOSTLY and found.gradient_bytes <= _SMALL:
+    is_small = found.gradient_bytes <= _SMALL
+    advice = _ON_SMALL if is_small else advice
+    if is_small and share >= _MOSTLY:
         ranks, mib = found.num_ranks, found.gradient_bytes / 2**20
-        name, advice = "too small", _ON_SMALL
+        name = "too small"
         evidence = (
             f"the model is too small for {ranks} ranks: gradients are {mib:.2g} MiB, and communication takes "
             f"{share:.0%} of an update, so that {ranks} ranks do the work of {ranks * (1 - share):.2g}"

@@ -48,6 +48,7 @@ MIB = 2**20
         ({"exposed": [0.05, 0.001], "gradient_bytes": 400 * MIB}, None, ""),  # the first rank waits for the other one
         ({"exposed": [0.06, 0.05], "gradient_bytes": MIB}, "too small", "so that 8 ranks do the work of 4. Without"),
         ({"exposed": [0.06, 0.05], "gradient_bytes": MIB, "num_ranks": 1}, None, ""),
+        ({"exposed": [0.06, 0.02], "gradient_bytes": MIB}, "communication", "Use fewer ranks, or a larger batch"),
         ({"straggler": Straggler(3, "forward", 0.08, 0.03)}, "slow rank", "Look at the machine of rank 3"),
         ({"straggler": Straggler(3, "data", 0.08, 0.03)}, "slow rank", "Look at what rank 3 reads"),
         ({"straggler": Straggler(3, "forward", 0.036, 0.03)}, None, ""),
