@@ -60,6 +60,10 @@ class DevicePrefetch(Callback):
         self._reader: ReadAhead | None = None
         self._begin()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The thread is that of one trainer, and not of its copies."""
+        return {**vars(self), "_reader": None, "_watch": None}
+
     def _begin(self) -> None:
         """Forget an earlier fit."""
         self._end()
@@ -72,6 +76,9 @@ class DevicePrefetch(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        training = _lightning.epochs.training_pass(trainer)
+        if training is None or training.num_taken == 0:
+            return  # a step that reads by itself has read nothing yet
         # The first batch of an epoch is there: samplers have drawn, and ranks have agreed where it begins.
         if self._reason is None:
             self._refuse(reason_against(trainer))

@@ -28,6 +28,9 @@ class UpdateProfile:
         activities = {"cuda": [ProfilerActivity.CUDA], "xpu": [ProfilerActivity.XPU]}.get(device.type, [])
         self._profile = profile(activities=[ProfilerActivity.CPU, *activities])
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Nothing: a copy of a trainer profiles by itself."""
+
     def start(self) -> None:
         """Begin."""
         self._profile.start()

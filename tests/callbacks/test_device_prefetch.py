@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -86,6 +87,9 @@ def test_on_two_ranks(ranks: Any, name: str) -> None:
     cases: list[dict[str, Any]] = [{}, {"kind": "late torch", "max_steps": 5}]
     for case in cases[: 1 + (name == "ddp_custom")]:
         same(*(pool.run(functools.partial(fit, name, 2, ahead=ahead, **case)) for ahead in (2, 0)))
+    found = [pool.run(functools.partial(fit, name, 2, ahead=ahead, kind="uneven")) for ahead in (2, 0)]
+    same(*found)  # ranks have different numbers of batches, which nobody knows
+    assert [len(each["seen"]) for each in found[0]] == [2 * 2 * 10] * 2
     with pytest.raises(Exception, match="default generator was drawn from"):
         pool.run(functools.partial(fit, name, 2, ahead=2, kind="late numpy"))
 
@@ -146,13 +150,44 @@ def test_no_thread_is_left_behind_an_error_of_the_training() -> None:
 
 
 class Copies(Callback):
+    def __init__(self) -> None:
+        self.copied: Any = None
+
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        copy.deepcopy(trainer)
+        self.copied = None
+        self.copied = copy.deepcopy(trainer)
 
 
 def test_a_trainer_is_copied() -> None:
-    trainer = trainer_for("auto", 1, callbacks=[DevicePrefetch(), Copies()])
+    copies = Copies()
+    trainer = trainer_for("auto", 1, callbacks=[DevicePrefetch(), copies])
     trainer.fit(Draws(), DataLoader(Numbers(), batch_size=4))
+    assert threads() == []
+    for callback in copies.copied.callbacks:
+        callback.teardown(copies.copied, None, "fit")  # it has no thread of the other one's
+
+
+class ReadsItself(Draws):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Draw nothing."""
+
+
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter`")
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_step_that_reads_by_itself(num_workers: int) -> None:
+    seen = []
+    for also in ([], [DevicePrefetch()]):
+        L.seed_everything(3, verbose=False)
+        module = ReadsItself()
+        data = DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=num_workers)
+        trainer_for("auto", 1, callbacks=also, max_epochs=2).fit(module, data)
+        seen.append(module.seen)
+    assert seen[0] == seen[1]
     assert threads() == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +69,14 @@ class Stream(IterableDataset[Tensor]):
         yield from map(torch.tensor, self.numbers)
 
 
+class Uneven(IterableDataset[Tensor]):
+    """More samples on one rank than on the other."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        rank = torch.distributed.get_rank()
+        yield from map(torch.tensor, map(float, range(rank, 40 + 13 * rank)))
+
+
 class Draws(L.LightningModule):
     """Dropout in the step; keeps each loss, with the random state that hooks find."""
 
@@ -105,16 +114,17 @@ def fit(
     """Two epochs, with batches that are read `ahead`, or with none."""
     L.seed_everything(3, verbose=False)
     of_loader = {name: kwargs.pop(name) for name in ("num_workers", "sampler") if name in kwargs}
-    data: Any = Stream() if kind == "stream" else Numbers(kind)
+    data: Any = {"stream": Stream, "uneven": Uneven}[kind]() if kind in ("stream", "uneven") else Numbers(kind)
     if "sampler" in of_loader:
         of_loader["sampler"] = of_loader["sampler"](data)
-    elif kind != "stream":
+    elif isinstance(data, Numbers):
         of_loader["shuffle"] = True
     loader = DataLoader(data, batch_size=4, **of_loader)
     validated = {"val_dataloaders": DataLoader(Numbers(), batch_size=24)} if "val_check_interval" in kwargs else {}
     module, callbacks = Draws(draws), [DevicePrefetch(ahead=ahead)] if ahead else []
     trainer = trainer_for(strategy, num_ranks, **{"max_epochs": 2, "callbacks": callbacks, **kwargs})
-    with heard() as said:
+    with heard() as said, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="after 10 training batches rank 0 has none left")
         trainer.fit(module, loader, **validated)
     return {
         "seen": module.seen,
