@@ -24,7 +24,7 @@ _BY_PARTS = frozenset(
     {"abs", "clone", "isfinite", "max", "mean", "min", "mul", "norm", "pow", "square", "sum", "to", "vector_norm"}
     | {"__abs__", "__mul__", "__neg__", "__pow__", "__rmul__", "__truediv__", "zeros_like", "ones_like"}
 )
-"""What torch gets right with parts that are cut along several axes of a mesh; views of these it does not."""
+"""Functions that torch gets right with parts that are cut along several axes of a mesh; views of these it does not."""
 _CALLING = ("torch.functional", "torch.nn.functional", "torch.overrides", "torch._tensor", host_reads.__name__)
 _KNOWING = ("lightning_parallel.", "torch.distributed.")
 _CANNOT = (
