@@ -129,6 +129,7 @@ class Steps(StepHooks):
     @override
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
+        _torch.whole_operands.resume()  # after a backward that has failed
         try:
             with step_noted():
                 yield
@@ -177,10 +178,12 @@ class Steps(StepHooks):
         # it finds averaged gradients.
         if self._averaged and loss.requires_grad and not self._reduction.is_held:
             _torch.autograd.after_backward(loss, self._average)
+        _torch.whole_operands.pause()
 
     @override
     def after_backward(self) -> None:
         """Agree with the other ranks on which parameters were used. A collective."""
+        _torch.whole_operands.resume()
         if self._is_manual:
             self._reduction.reduce_missed()
         if not self._reduction.holds_shards:

@@ -11,6 +11,8 @@ from torch._guards import TracingContext
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_parallel._torch.whole_operands import pause, resume
+
 
 def intercept_gathered(optimizer: Any, change: Callable[[Sequence[list[Any]]], None]) -> Callable[[], None]:
     """Call `change` with the lists of parameters, gradients and states that a group of `optimizer` is stepped with.
@@ -31,10 +33,15 @@ def intercept_gathered(optimizer: Any, change: Callable[[Sequence[list[Any]]], N
 
     @functools.wraps(plain)
     def gather(group: dict[str, Any], *lists: list[Any]) -> Any:
-        result = plain(group, *lists)
         # The compiler of a user's `step` runs this once, while it traces, and finds sources of what is in the lists.
-        if not group["differentiable"] and not torch.compiler.is_compiling() and TracingContext.try_get() is None:
+        if group["differentiable"] or torch.compiler.is_compiling() or TracingContext.try_get() is not None:
+            return plain(group, *lists)
+        pause()
+        try:
+            result = plain(group, *lists)
             change(lists)
+        finally:
+            resume()
         return result
 
     optimizer._init_group = gather

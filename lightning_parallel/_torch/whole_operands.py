@@ -15,6 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel._torch import host_reads
 
+_TORCH = torch._C._disabled_torch_function_impl
+_installed: list[Any] = []
+"""The functions of runs that are set up, the innermost last."""
 _SEEN = "_lightning_parallel_seen"
 _LEFT = frozenset({"__get__", "__delete__", "backward", "grad", "equal", "detach", "requires_grad_"})
 """Functions that compute nothing with values, or that need the very tensors they are given, as do those of lists, whose
@@ -26,7 +29,7 @@ _BY_PARTS = frozenset(
 )
 """Functions that torch gets right with parts that are cut along several axes of a mesh; views of these it does not."""
 _CALLING = ("torch.functional", "torch.nn.functional", "torch.overrides", "torch._tensor", host_reads.__name__)
-_KNOWING = ("lightning_parallel.", "torch.distributed.")
+_KNOWING = ("lightning_parallel.", "torch.distributed.", "torch.optim.")
 _CANNOT = (
     "mixed torch.Tensor and DTensor",
     "different mesh",
@@ -64,12 +67,23 @@ def operands_made_whole(
             return _plainly(function, args, kwargs)
         return _Call(function, name, args, kwargs, whole, part).result()
 
-    before = DTensor.__torch_function__
-    DTensor.__torch_function__ = classmethod(called)  # type: ignore[assignment]
+    _installed.append(classmethod(called))
+    resume()
     try:
         yield
     finally:
-        DTensor.__torch_function__ = before  # type: ignore[method-assign]
+        _installed.pop()
+        resume()
+
+
+def pause() -> None:
+    """Leave DTensors to torch until `resume`: while backward runs, or an update begins, each look at one costs."""
+    DTensor.__torch_function__ = _TORCH  # type: ignore[method-assign, assignment]
+
+
+def resume() -> None:
+    """Go on after `pause`."""
+    DTensor.__torch_function__ = _installed[-1] if _installed else _TORCH  # type: ignore[method-assign, assignment]
 
 
 def _plainly(function: Any, args: Any, kwargs: Any) -> Any:
