@@ -235,4 +235,4 @@ class MeshStrategy(MeshedStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self._parallel is not None:
-            add_shard_notes(exception, self.module, self._parallel.current.sharding.units)
+            add_shard_notes(exception)

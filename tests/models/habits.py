@@ -125,6 +125,13 @@ class CopyingAtStart(Habit):
         return loss + target.pow(2).mean()
 
 
+class Transposed(Habit):
+    """An operation that gives a parameter another shape, which it cannot have where it is cut."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.model.blocks[0].mlp[0].weight.data.t_()
+
+
 class Unique(Habit):
     """An operation that torch cannot compute on shards."""
 

@@ -61,7 +61,7 @@ from tests.strategies.test_habits import fitted
 
 if __name__ == "__main__":
     try:
-        fitted(habits.Unique, "fsdp_custom:start_method=fork", 2)
+        fitted(habits.Transposed, "fsdp_custom:start_method=fork", 2)
     except Exception as error:
         print(error)
 """
