@@ -7,6 +7,7 @@ from types import FrameType, TracebackType
 
 from torch.optim import Optimizer
 
+from lightning_parallel import _torch
 from lightning_parallel.errors import line_of_error
 
 
@@ -35,7 +36,7 @@ def _optimizer(exception: BaseException) -> str:
     for step in _steps(exception):
         if isinstance(step.tb_frame.f_locals.get("self"), Optimizer):
             found = f"{type(step.tb_frame.f_locals['self']).__name__} at {{}}"
-        elif _module_of(step.tb_frame).startswith("lightning"):
+        elif (name := _module_of(step.tb_frame)).startswith("lightning") and name != _torch.whole_operands.__name__:
             found = ""
     return found.format(line_of_error(exception) or "its step")
 
