@@ -167,7 +167,7 @@ def parallelize(
     with Snapshot(module) as sharding:
         shards = plan.sharding[0 if cut is None else cut.group.rank()]
         _shard(module, shards, policies, mesh, device, init)
-        if cut is None:  # a pipeline gathers around each microbatch instead
+        if cut is None or cut.turns is not None:  # a schedule gathers around each microbatch instead
             gather_in_steps(module, shards.units, policies.step_methods)
             gather_around_parts(module, shards.units, except_in=_opaque_layers(structure, policies, mesh))
         for method in policies.forward_methods:

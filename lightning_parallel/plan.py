@@ -123,7 +123,10 @@ def build_plan(module: nn.Module, degrees: Degrees, policies: Policies) -> Plan:
         )
         violations += found
         if not found:
-            plan = replace(plan, pipeline=plan_pipeline(module, structure, policies.pipeline, size))
+            # Backward and updates inside of a step cannot be those of a microbatch.
+            in_turns = policies.backward_in_step
+            pipeline = plan_pipeline(module, structure, policies.pipeline, size, takes_turns=in_turns)
+            plan = replace(plan, pipeline=pipeline)
     violations += _after_cutting(module, plan)
     # Units of a plan that is refused are not used, and finding them may fail for the same reasons.
     plan = replace(plan, violations=tuple(violations))

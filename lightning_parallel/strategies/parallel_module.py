@@ -21,7 +21,7 @@ from lightning_parallel.plan import Plan, cut_again, split_again
 from lightning_parallel.ranks.memory import host_memory
 from lightning_parallel.ranks.mesh import Mesh
 from lightning_parallel.ranks.stage_owners import untag_owners
-from lightning_parallel.steps import PipelinedSteps, Steps
+from lightning_parallel.steps import PipelinedSteps, Steps, TurnSteps
 from lightning_parallel.strategies.first_calls import (
     agreed_plan,
     first_calls,
@@ -78,7 +78,8 @@ class ParallelModule:
         return parallelize(module, plan, self._mesh, self._device, strategy._deferral.record)
 
     def _build_steps(self) -> Steps:
-        return (Steps if self.current.cut is None else PipelinedSteps)(
+        cut = self.current.cut
+        return (Steps if cut is None else PipelinedSteps if cut.turns is None else TurnSteps)(
             self._module,
             self.current,
             device=self._device,
@@ -99,9 +100,10 @@ class ParallelModule:
         self._attach_pipeline()
 
     def _attach_pipeline(self, looked_at: set[str] | None = None) -> None:
-        if isinstance(self.steps, PipelinedSteps):
+        if self.current.cut is not None:
             where = "under a pipeline"
             self._guards = [StateOfRank(optimizer, is_placeholder, where=where) for optimizer in self._optimizers]
+        if isinstance(self.steps, PipelinedSteps):
             self._pipelined = PipelinedModule(
                 self._module,
                 self.current,

@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 def pipelined_module_violations(module: LightningModule) -> list[str]:
     """Reasons that lie in the module."""
     found = []
-    if not module.automatic_optimization:
-        found.append(
-            f"{type(module).__name__} optimizes manually, inside of training_step; a pipeline runs that step once for "
-            "each microbatch and stage. Give automatic_optimization=True, or pipeline=1"
-        )
     code = getattr(type(module).configure_gradient_clipping, "__code__", None)
     calls_lightning = {"clip_gradients", "configure_gradient_clipping"} & set(getattr(code, "co_names", ()))
     if is_overridden("configure_gradient_clipping", module) and not calls_lightning:

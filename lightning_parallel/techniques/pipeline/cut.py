@@ -13,6 +13,7 @@ from lightning_parallel.ranks.stage_owners import StageOwners, tag_owners
 from lightning_parallel.techniques.pipeline.layer_router import LayerRouter, apply_layer_router
 from lightning_parallel.techniques.pipeline.placement import hold, release
 from lightning_parallel.techniques.pipeline.plan import PipelinePlan
+from lightning_parallel.techniques.pipeline.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class CutStack:
         owners_by_name: Which ranks hold each parameter and buffer.
         group: The ranks that share the stack.
         host_group: The same, for host memory.
+        turns: Runs each call of a layer where stages take turns; ``None`` where they run by a schedule.
     """
 
     plan: PipelinePlan
@@ -32,6 +34,7 @@ class CutStack:
     owners_by_name: dict[str, StageOwners]
     group: ProcessGroup
     host_group: ProcessGroup
+    turns: Turns | None = None
 
     def local(self, structure: ModuleStructure) -> ModuleStructure:
         """The part of `structure` on this rank."""
@@ -78,4 +81,8 @@ def cut_stack(
     layers = [(path, module.get_submodule(path)) for path in structure.layers]
     router = apply_layer_router(layers, plan.stages, beside=plan.placement.beside)
     owners_by_name = hold(module, plan.placement.positions, plan.stages, group=group, host_group=host_group)
-    return CutStack(plan, router, owners_by_name, group, host_group)
+    turns = None
+    if plan.placement.takes_turns:
+        turns = Turns(plan.stages, structure.layers, group, host_group)
+        router.outside = turns.call
+    return CutStack(plan, router, owners_by_name, group, host_group, turns)

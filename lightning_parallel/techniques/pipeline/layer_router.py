@@ -39,6 +39,7 @@ from lightning_parallel.techniques.pipeline.side_inputs import Beside, SideInput
 from lightning_parallel.techniques.pipeline.stage_plan import BEFORE_THE_STACK, StagePlan
 from lightning_parallel.techniques.pipeline.substitution import Substitutes, SubstitutionMode
 from lightning_parallel.techniques.pipeline.timing import StepClock
+from lightning_parallel.techniques.pipeline.turns import CallOfLayer, run_here
 
 
 class StageExit(BaseException):
@@ -87,6 +88,7 @@ class LayerRouter:
         self.plan = plan
         self.side_inputs = SideInputs(plan, paths, beside)
         self.position = BEFORE_THE_STACK
+        self.outside: CallOfLayer = run_here
         self._paths = paths
         self._is_open = False
         self._step, self._part = "", StepPart(None)
@@ -167,7 +169,8 @@ class LayerRouter:
             kwargs: Those by name.
         """
         if not self._is_open:
-            return run(*args, **kwargs)
+            self.position = index
+            return self.outside(index, layer, run, forward, args, kwargs)
         if index != self.position + 1:
             before = self._paths[self.position] if self.position >= 0 else "the beginning of the step"
             raise ConfigurationError([_disorder(f"the step called {self._paths[index]} after {before}")])

@@ -40,11 +40,13 @@ class Placement:
         positions: Where in the step each parameter is used.
         costs: The measured costs of layers, if there are any.
         beside: Side inputs of the layers.
+        takes_turns: Whether stages take turns (`turns.py`), each of which has all that is outside of the layers.
     """
 
     positions: Positions
     costs: StepCosts | None = None
     beside: Beside | None = None
+    takes_turns: bool = False
 
 
 def positions_by_registration(module: nn.Module, structure: ModuleStructure) -> Positions:
@@ -73,6 +75,25 @@ def positions_by_registration(module: nn.Module, structure: ModuleStructure) -> 
     return {name: frozenset(found[tensor]) for name, tensor in named}
 
 
+def placement_in_turns(module: nn.Module, structure: ModuleStructure) -> Placement:
+    """Place layers on their stages, and all else on every rank: outside of the layers all ranks compute the same.
+
+    Args:
+        module: The whole module.
+        structure: Its layer stacks, of which there is one.
+    """
+    (stack,) = structure.stacks
+    of_layers: dict[Tensor, set[int]] = defaultdict(set)
+    for index, path in enumerate(stack.layers):
+        layer = module.get_submodule(path)
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            of_layers[tensor].add(index)
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    everywhere = range(BEFORE_THE_STACK, len(stack.layers))
+    positions = {name: frozenset(of_layers.get(tensor, everywhere)) for name, tensor in named}
+    return Placement(positions, takes_turns=True)
+
+
 def plan_stages(
     module: nn.Module, structure: ModuleStructure, placement: Placement, policy: PipelinePolicy, num_ranks: int
 ) -> StagePlan:
@@ -87,6 +108,8 @@ def plan_stages(
     """
     if isinstance(policy.stages, str):
         costs = placement.costs or _parameter_counts(module, structure, placement.positions)
+        if placement.takes_turns:  # every rank has the rest
+            costs = StepCosts(costs.layers, 0, 0)
         counts = balanced(costs, policy.num_stages(num_ranks))
     else:
         counts = tuple(policy.stages)

@@ -7,7 +7,12 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from lightning_parallel.module.layer_stacks import ModuleStructure, Stack
-from lightning_parallel.techniques.pipeline.placement import Placement, plan_stages, positions_by_registration
+from lightning_parallel.techniques.pipeline.placement import (
+    Placement,
+    placement_in_turns,
+    plan_stages,
+    positions_by_registration,
+)
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy, stack_length_violations
 from lightning_parallel.techniques.pipeline.shape_inference import collecting_hooks
 from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
@@ -55,6 +60,8 @@ def plan_pipeline(
     policy: PipelinePolicy,
     num_ranks: int,
     placement: Placement | None = None,
+    *,
+    takes_turns: bool = False,
 ) -> PipelinePlan:
     """Plan the stages of `module`, which is not changed.
 
@@ -64,7 +71,10 @@ def plan_pipeline(
         policy: The rules.
         num_ranks: Ranks that share the stack.
         placement: The result of tracing a step; by default, the order of registration decides.
+        takes_turns: Whether stages take turns, where there is no such result.
     """
+    if placement is None and takes_turns:
+        placement = placement_in_turns(module, structure)
     placement = placement or Placement(positions_by_registration(module, structure))
     stages = plan_stages(module, structure, placement, policy, num_ranks)
     numel = [0] * stages.num_stages
