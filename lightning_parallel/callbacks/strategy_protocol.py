@@ -143,7 +143,7 @@ def waiting_phases(trainer: Trainer) -> frozenset[str] | None:
     collective, and Lightning lets all ranks wait for rank 0 before each batch, in ``other``.
     """
     strategy = trainer.strategy
-    if cuts_batches(trainer):
+    if isinstance(strategy, PlansModules) and strategy.degrees.pipeline != 1:
         return None
     waiting = {"backward", "checkpoint"}
     if not has_whole_replicas(trainer):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import check
@@ -30,11 +31,12 @@ from lightning_parallel.techniques.pipeline.microbatches import (
     batch_size_of,
     cut_batch,
 )
-from lightning_parallel.techniques.pipeline.placement import Placement, Positions, corrected, trace_positions
+from lightning_parallel.techniques.pipeline.placement import Placement, corrected, trace_positions
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
 from lightning_parallel.techniques.pipeline.stage_plan import StepCosts, balanced
 from lightning_parallel.techniques.pipeline.step_losses import StepLosses, loss_in
 from lightning_parallel.techniques.pipeline.timing import ROUNDS, StepClock, is_worth_moving
+from lightning_parallel.techniques.pipeline.turns import DisorderError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -53,7 +55,7 @@ class PipelinedModule:
         steps: The calls around its steps.
         device: This rank's device.
         loss_scale: Returns the factor of losses before backward.
-        place_again: Cuts the module again by the trace of a step, and returns the object that replaces this one.
+        place_again: Cuts the module again by the trace of a step, and returns what runs steps in place of `run`.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class PipelinedModule:
         *,
         device: torch.device,
         loss_scale: Callable[[], float],
-        place_again: Callable[[Placement], PipelinedModule],
+        place_again: Callable[[Placement], Callable[..., Any]],
     ) -> None:
         assert parallelized.cut is not None
         self._module = module
@@ -109,7 +111,7 @@ class PipelinedModule:
         count = self._counts.in_training(size) if name == TRAINING else self._counts.in_evaluation(size)
         parts = cut_batch(batch, size, count)
         if (placement := self._better_placement(name, parts[0], args)) is not None:
-            return self._place_again(placement).run(name, batch, *args)
+            return self._place_again(placement)(name, batch, *args)
         if name not in self._looked_at:
             return self._cut_steps[name].own(batch, *args)
         cut = CutBatch(batch, parts, args, size // count)
@@ -154,8 +156,8 @@ class PipelinedModule:
         """The placement that the first trace of the step shows, if the module has to be cut again. A collective."""
         if name not in self._looked_at:
             self._looked_at.add(name)
-            if (positions := self._misplaced(name, part, args)) is not None:
-                return Placement(positions, self._cut.plan.placement.costs, self._cut.router.side_inputs.by_step)
+            if (placement := self._misplaced(name, part, args)) is not None:
+                return placement
         if name == TRAINING and self._cut.plan.policy.stages == "time" and _TIMES not in self._looked_at:
             self._looked_at.add(_TIMES)
             costs, plan = self._measured(part, args), self._cut.plan.stages
@@ -163,16 +165,25 @@ class PipelinedModule:
                 return Placement(self._cut.plan.placement.positions, costs, self._cut.router.side_inputs.by_step)
         return None
 
-    def _misplaced(self, name: str, part: Any, args: Any) -> Positions | None:
+    def _misplaced(self, name: str, part: Any, args: Any) -> Placement | None:
         """Where parameters are used, unless each stage has what it uses already."""
         is_first = len(self._looked_at) == 1
         router, draws = self._cut.router, EarlyDraws(self._cut.router, self._module)
+        traced, disorder = None, ""
         with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention(), draws:
-            traced = trace_positions(self._module, router, name, lambda: self._traced_step(name, part, args))
+            try:
+                traced = trace_positions(self._module, router, name, lambda: self._traced_step(name, part, args))
+            except DisorderError as error:
+                disorder = str(error).partition(";")[0]
+                if name != TRAINING:
+                    raise
         # On one rank that reads, perhaps, by its samples: all of them choose alike.
-        found = torch.tensor([draws.found, traced is not None], dtype=torch.uint8)
+        found = torch.tensor([draws.found, traced is not None, bool(disorder)], dtype=torch.uint8)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._all_ranks)
-        draws_early, is_cut = map(bool, found.tolist())
+        draws_early, is_cut, takes_turns = map(bool, found.tolist())
+        if takes_turns:
+            rank_zero_info(_TURNS.format(disorder or "another rank calls its layers in another order"))
+            return Placement({}, takes_turns=True)
         if draws_early:
             self._looked_at.add(_DRAWS.format(name))
         if traced is None:
@@ -181,7 +192,8 @@ class PipelinedModule:
             self._looked_at.discard(name)  # it may call layers later, as one that does nothing in the sanity check
             return None
         plan = self._cut.plan
-        return corrected(plan.placement.positions, traced, plan.stages, is_first=is_first)
+        positions = corrected(plan.placement.positions, traced, plan.stages, is_first=is_first)
+        return None if positions is None else Placement(positions, plan.placement.costs, router.side_inputs.by_step)
 
     def _traced_step(self, name: str, part: Any, args: Any) -> None:
         output = self._cut_steps[name].step(part, *args)
@@ -223,6 +235,10 @@ def _next_seed() -> int:
     return int(torch.randint(2**62, ()))
 
 
+_TURNS = (
+    "{}, so no schedule fits it: pipeline stages take turns from here on, on whole batches, while the other ranks "
+    "wait. schedule='turns' does so from the start"
+)
 _DRAWN = (
     "{} draws random numbers before the stack, and loss='batch' runs it once more on the whole batch, where labels "
     "that depend on them would not be those of the microbatches; draw them in the data loader, or give "

@@ -39,7 +39,7 @@ from lightning_parallel.techniques.pipeline.side_inputs import Beside, SideInput
 from lightning_parallel.techniques.pipeline.stage_plan import BEFORE_THE_STACK, StagePlan
 from lightning_parallel.techniques.pipeline.substitution import Substitutes, SubstitutionMode
 from lightning_parallel.techniques.pipeline.timing import StepClock
-from lightning_parallel.techniques.pipeline.turns import CallOfLayer, run_here
+from lightning_parallel.techniques.pipeline.turns import CallOfLayer, DisorderError, run_here
 
 
 class StageExit(BaseException):
@@ -153,7 +153,7 @@ class LayerRouter:
         """Refuse a step that has returned without calling all layers."""
         if self.position != self.plan.num_layers - 1:
             where = "no layer" if self.position < 0 else f"only the layers up to {self._paths[self.position]}"
-            raise ConfigurationError([_disorder(f"the step called {where} of the stack")])
+            raise DisorderError([_disorder(f"the step called {where} of the stack")])
 
     def call(
         self, index: int, layer: nn.Module, run: Callable[..., Any], forward: Callable[..., Any], args: Any, kwargs: Any
@@ -173,7 +173,7 @@ class LayerRouter:
             return self.outside(index, layer, run, forward, args, kwargs)
         if index != self.position + 1:
             before = self._paths[self.position] if self.position >= 0 else "the beginning of the step"
-            raise ConfigurationError([_disorder(f"the step called {self._paths[index]} after {before}")])
+            raise DisorderError([_disorder(f"the step called {self._paths[index]} after {before}")])
         part = self._part
         if part.stage is None:
             args, kwargs = self._look_beside(index, args, kwargs)
@@ -346,5 +346,5 @@ def _foreign(where: str, placeholders: list[Placeholder]) -> str:
 def _disorder(what: str) -> str:
     return (
         f"{what}; a pipeline needs every step to call each layer of the stack once, one after the other from the first "
-        "to the last. Name another stack with layers=, or give pipeline=1"
+        "to the last. Name another stack with layers=, or give schedule='turns' or pipeline=1"
     )

@@ -115,6 +115,26 @@ def _trains(module: nn.Module, stack: Stack) -> bool:
     return any(parameter.requires_grad for parameter in parameters)
 
 
+def sharing_violations(module: nn.Module, structure: ModuleStructure) -> list[str]:
+    """Reasons why stages cannot take turns: a layer shares a parameter with what is outside of the layers.
+
+    Its gradient would be the sum of what its stage has computed inside, and what every rank has computed outside.
+
+    Args:
+        module: The whole module.
+        structure: Its layer stacks.
+    """
+    inside = {p: name for path in structure.layers for name, p in module.get_submodule(path).named_parameters(path)}
+    is_in_layer = lambda name: any(name.startswith(f"{path}.") for path in structure.layers)  # noqa: E731
+    named = module.named_parameters(remove_duplicate=False)
+    shared = [(name, inside[p]) for name, p in named if p in inside and not is_in_layer(name)]
+    return [
+        f"{name} is {of_layer}, too, and pipeline stages that take turns have a parameter in layers, or outside of "
+        "them, not both; give each its own, or give pipeline=1"
+        for name, of_layer in shared[:1]
+    ]
+
+
 def hooked_layers_violations(module: nn.Module, structure: ModuleStructure) -> list[str]:
     """Reasons why a user's forward hooks on layers are refused: those of layers on other stages would not run.
 

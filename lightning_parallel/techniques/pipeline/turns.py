@@ -40,6 +40,10 @@ def run_here(
     return run(*args, **kwargs)
 
 
+class DisorderError(ConfigurationError):
+    """Refusal of a step that does not call each layer once, in order, where a schedule needs that."""
+
+
 class Turns:
     """Runs calls of layers in which all ranks of a pipeline take part.
 
