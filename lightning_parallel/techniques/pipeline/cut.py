@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from lightning_parallel.module.layer_stacks import ModuleStructure
 from lightning_parallel.ranks.stage_owners import StageOwners, tag_owners
 from lightning_parallel.techniques.pipeline.layer_router import LayerRouter, apply_layer_router
+from lightning_parallel.techniques.pipeline.outside_calls import OutsideCalls
 from lightning_parallel.techniques.pipeline.placement import hold, release
 from lightning_parallel.techniques.pipeline.plan import PipelinePlan
 from lightning_parallel.techniques.pipeline.turns import Turns
@@ -81,8 +82,11 @@ def cut_stack(
     layers = [(path, module.get_submodule(path)) for path in structure.layers]
     router = apply_layer_router(layers, plan.stages, beside=plan.placement.beside)
     owners_by_name = hold(module, plan.placement.positions, plan.stages, group=group, host_group=host_group)
-    turns = None
+    turns = Turns(plan.stages, structure.layers, group, host_group)
     if plan.placement.takes_turns:
-        turns = Turns(plan.stages, structure.layers, group, host_group)
         router.outside = turns.call
-    return CutStack(plan, router, owners_by_name, group, host_group, turns)
+        return CutStack(plan, router, owners_by_name, group, host_group, turns)
+    outside = OutsideCalls(turns, lambda: router.is_open, group, host_group)
+    outside.apply(module)
+    router.outside = outside.call
+    return CutStack(plan, router, owners_by_name, group, host_group)

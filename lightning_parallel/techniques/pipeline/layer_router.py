@@ -90,7 +90,7 @@ class LayerRouter:
         self.position = BEFORE_THE_STACK
         self.outside: CallOfLayer = run_here
         self._paths = paths
-        self._is_open = False
+        self.is_open = False
         self._step, self._part = "", StepPart(None)
         self._substitutes = Substitutes()
         self._mode: SubstitutionMode | None = None
@@ -129,7 +129,7 @@ class LayerRouter:
             part: The part.
         """
         self._step, self._part = step, part
-        self.position, self._is_open = BEFORE_THE_STACK, True
+        self.position, self.is_open = BEFORE_THE_STACK, True
         opened = self._checkpoints.opened(lambda: self.position == self.plan.num_layers - 1 or self.is_in_layer)
         passes_more = part.stage is None or self.side_inputs.has_any(step)
         self._mode = SubstitutionMode(self._substitute_outside) if passes_more else None
@@ -137,7 +137,7 @@ class LayerRouter:
             with self._mode or contextlib.nullcontext(), opened:
                 yield
         finally:
-            self._is_open, self._part, self._mode = False, StepPart(None), None
+            self.is_open, self._part, self._mode = False, StepPart(None), None
             self._substitutes.clear()
 
     @property
@@ -168,7 +168,7 @@ class LayerRouter:
             args: Its arguments.
             kwargs: Those by name.
         """
-        if not self._is_open:
+        if not self.is_open:
             self.position = index
             return self.outside(index, layer, run, forward, args, kwargs)
         if index != self.position + 1:
