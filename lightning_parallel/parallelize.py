@@ -27,7 +27,12 @@ from lightning_parallel.techniques.compiling import apply_compile
 from lightning_parallel.techniques.context.layers import apply_context
 from lightning_parallel.techniques.deferred_init.record import InitRecord
 from lightning_parallel.techniques.float8 import apply_float8
-from lightning_parallel.techniques.gathering import gather_around_parts, gather_in_method, gather_in_steps
+from lightning_parallel.techniques.gathering import (
+    gather_around_parts,
+    gather_in_method,
+    gather_in_steps,
+    gather_outside_of_schedule,
+)
 from lightning_parallel.techniques.offload import build_offload_policy
 from lightning_parallel.techniques.pipeline.cut import CutStack, cut_stack
 from lightning_parallel.techniques.recompute import apply_recompute, parse_recompute
@@ -170,6 +175,8 @@ def parallelize(
         if cut is None or cut.turns is not None:  # a schedule gathers around each microbatch instead
             gather_in_steps(module, shards.units, policies.step_methods)
             gather_around_parts(module, shards.units, except_in=_opaque_layers(structure, policies, mesh))
+        else:
+            gather_outside_of_schedule(module, shards.units, plan.structure.layers, cut.is_in_schedule)
         for method in policies.forward_methods:
             gather_in_method(module, shards.units, method)
         if cut is not None:

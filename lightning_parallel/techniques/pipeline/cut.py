@@ -50,6 +50,10 @@ class CutStack:
         """
         release(module, self.owners_by_name, device)
 
+    def is_in_schedule(self) -> bool:
+        """Whether stages run parts of a step at the moment, in the order of a schedule."""
+        return self.router.is_open
+
     def tag(self, module: nn.Module) -> None:
         """Tag the parameters with their owners, so that norms and checkpoints are those of the whole module."""
         tag_owners(module, self.owners_by_name)
@@ -86,7 +90,8 @@ def cut_stack(
     if plan.placement.takes_turns:
         router.outside = turns.call
         return CutStack(plan, router, owners_by_name, group, host_group, turns)
-    outside = OutsideCalls(turns, lambda: router.is_open, group, host_group)
+    cut = CutStack(plan, router, owners_by_name, group, host_group)
+    outside = OutsideCalls(turns, cut.is_in_schedule, group, host_group)
     outside.apply(module)
     router.outside = outside.call
-    return CutStack(plan, router, owners_by_name, group, host_group)
+    return cut
