@@ -285,11 +285,10 @@ class TurnSteps(Steps):
         self._stage_buffers.note()
 
     @override
-    def forward(self) -> contextlib.AbstractContextManager[None]:
-        stack = contextlib.ExitStack()
-        stack.enter_context(self._turns.opened())
-        stack.enter_context(super().forward())
-        return stack
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        with self._turns.opened(), super().forward():
+            yield
 
     @override
     def after_forward(self) -> None:

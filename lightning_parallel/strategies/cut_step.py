@@ -95,6 +95,10 @@ class CutStep:
         self._cut.router.check_end()
         return output
 
+    def run_alone(self, *args: Any) -> Any:
+        """Call the user's method on a whole batch, outside of any schedule. A collective if it calls layers."""
+        return self.own(*args)
+
     def execute(self, actions: tuple[Action, ...], batch: CutBatch, losses: StepLosses | None) -> Any:
         """Run `actions` on a batch, and return the step's output for all of it, on every rank. A collective.
 

@@ -160,9 +160,7 @@ class MeshStrategy(MeshedStrategy):
     @override
     def unbuilt_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
         replaces = self.num_nodes * self.num_processes > 1
-        return unbuilt_violations(
-            module, self._policies, replaces=replaces, cuts=self._is_cut, is_fitting=is_fitting
-        )
+        return unbuilt_violations(module, self._policies, replaces=replaces, cuts=self._is_cut, is_fitting=is_fitting)
 
     @property
     def _is_cut(self) -> bool:

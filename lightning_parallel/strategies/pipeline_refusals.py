@@ -80,7 +80,7 @@ def turned_violations(
     if is_too_large:
         found.append(f"{name} is too large to be put together and cut again, so that its stages take turns; {_GIVE}")
     if weights_parts:
-        found.append(f"TokenWeighted began with losses of microbatches, and {name} has to run on whole batches; {_GIVE}")
+        found.append(f"TokenWeighted weights losses of microbatches, and {name} has to run on whole batches; {_GIVE}")
     return found
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 TRAINING = "training_step"
 _TIMES = "the time of layers"
+_ALONE = "the order of layers in {}"
 _DRAWS = "random numbers before the stack of {}"
 
 
@@ -91,7 +92,8 @@ class PipelinedModule:
         for name in names:
             self._own[name] = self._module.__dict__.get(name)
             cut_step = CutStep(name, self._module, self._cut, self._steps, self._device)
-            gather_while_running(cut_step, "run", self._module)
+            for method in ("run", "run_alone"):
+                gather_while_running(cut_step, method, self._module)
             self._cut_steps[name] = cut_step
             # Lightning looks at the signature to decide what to pass, below one wrapper.
             run = functools.update_wrapper(functools.partial(self.run, name), cut_step.own)
@@ -107,15 +109,19 @@ class PipelinedModule:
 
     def run(self, name: str, batch: Any, *args: Any) -> Any:
         """Run the step `name` on the whole `batch` of this rank. A collective of the pipeline."""
+        if _ALONE.format(name) in self._looked_at:
+            return self._cut_steps[name].run_alone(batch, *args)
         size = batch_size_of(batch)
         count = self._counts.in_training(size) if name == TRAINING else self._counts.in_evaluation(size)
         parts = cut_batch(batch, size, count)
         if (placement := self._better_placement(name, parts[0], args)) is not None:
             return self._place_again(placement)(name, batch, *args)
-        if name not in self._looked_at:
-            return self._cut_steps[name].own(batch, *args)
+        if name not in self._looked_at or _ALONE.format(name) in self._looked_at:
+            return self._cut_steps[name].run_alone(batch, *args)
         cut = CutBatch(batch, parts, args, size // count)
         cut = replace(cut, joins=self._joins(name, cut))
+        if name in self._choice.disordered:
+            return self._without_schedule(name, self._choice.disordered.pop(name))(batch, *args)
         if name == TRAINING:
             cut = replace(cut, seed=_next_seed())
             with unchanged_generators(self._device):
@@ -175,15 +181,12 @@ class PipelinedModule:
                 traced = trace_positions(self._module, router, name, lambda: self._traced_step(name, part, args))
             except DisorderError as error:
                 disorder = str(error).partition(";")[0]
-                if name != TRAINING:
-                    raise
         # On one rank that reads, perhaps, by its samples: all of them choose alike.
         found = torch.tensor([draws.found, traced is not None, bool(disorder)], dtype=torch.uint8)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._all_ranks)
         draws_early, is_cut, takes_turns = map(bool, found.tolist())
         if takes_turns:
-            rank_zero_info(_TURNS.format(disorder or "another rank calls its layers in another order"))
-            return Placement({}, takes_turns=True)
+            return self._out_of_order(name, disorder)
         if draws_early:
             self._looked_at.add(_DRAWS.format(name))
         if traced is None:
@@ -194,6 +197,21 @@ class PipelinedModule:
         plan = self._cut.plan
         positions = corrected(plan.placement.positions, traced, plan.stages, is_first=is_first)
         return None if positions is None else Placement(positions, plan.placement.costs, router.side_inputs.by_step)
+
+    def _out_of_order(self, name: str, disorder: str) -> Placement | None:
+        """How a step runs that no schedule fits: in training, stages take turns; another step runs alone."""
+        why = disorder or "another rank has seen that the step calls layers again, or in another order"
+        if name == TRAINING:
+            rank_zero_info(_TURNS.format(why))
+            return Placement({}, takes_turns=True)
+        rank_zero_info(_RUNS_ALONE.format(why, name))
+        self._looked_at.add(_ALONE.format(name))
+        return None
+
+    def _without_schedule(self, name: str, disorder: str) -> Callable[..., Any]:
+        placement = self._out_of_order(name, disorder)
+        again = self.run if placement is None else self._place_again(placement)
+        return functools.partial(again, name)
 
     def _traced_step(self, name: str, part: Any, args: Any) -> None:
         output = self._cut_steps[name].step(part, *args)
@@ -238,6 +256,9 @@ def _next_seed() -> int:
 _TURNS = (
     "{}, so no schedule fits it: pipeline stages take turns from here on, on whole batches, while the other ranks "
     "wait. schedule='turns' does so from the start"
+)
+_RUNS_ALONE = (
+    "{}, so no schedule fits it: {} runs on whole batches, each layer on the rank that has it, while the others wait"
 )
 _DRAWN = (
     "{} draws random numbers before the stack, and loss='batch' runs it once more on the whole batch, where labels "

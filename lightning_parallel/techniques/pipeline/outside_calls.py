@@ -74,8 +74,8 @@ class OutsideCalls:
         return tree_unflatten(leaves, spec)
 
     def _from_rank(self, source: int, value: Tensor) -> Tensor:
-        is_source = source == self._group.rank()
-        found = value.detach().contiguous() if is_source else torch.empty(value.shape, dtype=value.dtype).to(value.device)
+        room = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        found = value.detach().contiguous() if source == self._group.rank() else room
         dist.broadcast(found, group=self._group, group_src=source)
         return found
 

@@ -101,9 +101,7 @@ class Turns:
             draws = has_drawn()
         return self._publish(owner, inputs, leaves, result, draws=draws)
 
-    def _publish(
-        self, owner: int, inputs: Sequence[Tensor], arguments: list[Any], result: Any, *, draws: bool
-    ) -> Any:
+    def _publish(self, owner: int, inputs: Sequence[Tensor], arguments: list[Any], result: Any, *, draws: bool) -> Any:
         """Send the result of a layer to the other ranks."""
         leaves, spec = tree_flatten(result, is_leaf=is_cache)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
