@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.module.hidden_states import ENDS_LAYER
 from lightning_parallel.module.kv_cache import is_cache
 from lightning_parallel.module.placeholders import name_sources, placeholders_in
 from lightning_parallel.ranks.random_streams import drawing_aside, pass_number
@@ -171,6 +172,7 @@ class _Exit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, owner: int, forms: Sequence[_Form], count: int, *tensors: Tensor) -> Any:
         ctx.num_inputs = len(tensors) - count
+        setattr(ctx, ENDS_LAYER, True)
         ctx.set_materialize_grads(False)
         results = tuple(tensor.detach() for tensor in tensors[:count])
         ctx.mark_non_differentiable(*(r for r, (*_, wants) in zip(results, forms, strict=True) if not wants))
@@ -196,6 +198,7 @@ class _Received(torch.autograd.Function):
         *inputs: Tensor,
     ) -> Any:
         ctx.num_inputs = len(inputs)
+        setattr(ctx, ENDS_LAYER, True)
         ctx.set_materialize_grads(False)
         results = tuple(_receive(forms, device, group, owner))
         ctx.mark_non_differentiable(*(r for r, (*_, wants) in zip(results, forms, strict=True) if not wants))
