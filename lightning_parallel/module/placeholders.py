@@ -307,7 +307,7 @@ def _read(read: str, sources: frozenset[str], held_by: frozenset[int]) -> str:
     return (
         f"{read} {at(line_of_user())} needs the value of {_named(sources)}, which only {_holder(held_by)} computes or "
         "holds. In a step, a value can only be looked at after the last layer, with what comes out of "
-        f"it; in a hook, {INSTEAD}; else give pipeline=1"
+        f"it, or with schedule='turns'; in a hook, {INSTEAD}; else give pipeline=1"
     )
 
 

@@ -273,7 +273,7 @@ def _noting_samples(batch: CutBatch, state: WrittenState | None) -> Iterator[Non
             error.add_note(
                 f"Up to the last layer, a pipeline runs the step on {batch.part_size} samples at a time, while "
                 f"{first_of(kept)} of an earlier step has those of all {num_samples}. Put it into the batch, use it "
-                "behind the layers, or give pipeline=1"
+                "behind the layers, or give schedule='turns' or pipeline=1"
             )
         raise
 
@@ -325,5 +325,5 @@ def foreign_violations(output: Any, logs: StepLogs, metrics: StepMetrics, *, joi
     return [
         "what the step returns, logs or gives to a metric depends on something that only another pipeline stage "
         f"computes (with {name_sources(placeholders) or 'other layers'}): only what the first layer of a stage "
-        f"is given passes from stage to stage{also}. Leave it out, or give pipeline=1"
+        f"is given passes from stage to stage{also}. Leave it out, or give schedule='turns' or pipeline=1"
     ]

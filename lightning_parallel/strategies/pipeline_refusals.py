@@ -44,7 +44,7 @@ def pipelined_module_violations(module: LightningModule, policy: PipelinePolicy)
         if is_overridden(name, module) and "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
             found.append(
                 f"{name} takes the dataloader's iterator, so there is no batch that a pipeline could cut; let it take "
-                "(batch, batch_idx), or give pipeline=1"
+                "(batch, batch_idx), or give schedule='turns' or pipeline=1"
             )
     return found
 

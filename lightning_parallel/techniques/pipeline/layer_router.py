@@ -328,7 +328,7 @@ def _plain_hidden(path: str, hidden: Any) -> Tensor:
         raise ConfigurationError(
             [
                 f"{path} is given {kind} as its first argument, where a pipeline stage needs the hidden states as one "
-                "plain tensor of floating-point numbers; give pipeline=1"
+                "plain tensor of floating-point numbers; give schedule='turns' or pipeline=1"
             ]
         )
     return hidden
@@ -339,7 +339,7 @@ def _foreign(where: str, placeholders: list[Placeholder]) -> str:
         f"{where} something that only another pipeline stage computes (with "
         f"{name_sources(placeholders) or 'other layers'}): only what the first layer of a stage is given passes from "
         "stage to stage. Give it to every layer, compute it from the batch alone, without parameters, or give "
-        "pipeline=1"
+        "schedule='turns' or pipeline=1"
     )
 
 

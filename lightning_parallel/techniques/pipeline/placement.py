@@ -213,7 +213,7 @@ def _read_outside(name: str) -> str:
 
 _GRADIENTS = (
     "the step takes gradients by itself (torch.autograd.grad) of what layers of the stack return, which other pipeline "
-    "stages compute; take them of what comes after the stack, or give pipeline=1"
+    "stages compute; take them of what comes after the stack, or give schedule='turns' or pipeline=1"
 )
 
 

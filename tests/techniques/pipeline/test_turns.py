@@ -190,6 +190,14 @@ def test_norms_of_one_stage_are_refused(ranks: Any) -> None:
     assert "call self.clip_gradients" in str(refused.value)
 
 
+def test_an_order_that_shows_late_is_refused(ranks: Any) -> None:
+    """The step reads a value before it calls the layers again, and no loss is tried that would show it."""
+    with pytest.raises(RankError) as refused:
+        ranks(2).run(fitted, turns.Refining, "pp_custom:loss=microbatch", 2)
+    assert "called model.blocks.0 after model.blocks.3" in str(refused.value)
+    assert "give schedule='turns'" in str(refused.value)
+
+
 def test_a_line_says_so(ranks: Any) -> None:
     said = ranks(2).run(words_of, turns.Siamese, "pp_custom", 2)[0]
     assert "take turns from here on" in said
