@@ -207,13 +207,7 @@ def forget_sharding(module: nn.Module) -> None:
 
 
 def gather_around(
-    holder: Any,
-    method: str,
-    unit: nn.Module,
-    *,
-    takes_batch: bool = False,
-    keeps_writes: bool = False,
-    unless: Callable[[], bool] = lambda: False,
+    holder: Any, method: str, unit: nn.Module, *, takes_batch: bool = False, keeps_writes: bool = False
 ) -> None:
     """Gather the parameters of `unit` while ``holder.method`` runs.
 
@@ -227,7 +221,6 @@ def gather_around(
         unit: The sharded unit.
         takes_batch: Whether it is given what Lightning has moved. torch would move what was left on the host, too.
         keeps_writes: Whether what the method writes into gathered parameters is kept by another.
-        unless: Says of a call that its caller sees to the parameters.
     """
     module = unit
     assert isinstance(unit, FSDPModule)
@@ -238,7 +231,7 @@ def gather_around(
     @functools.wraps(original)
     def gathered(*args: Any, **kwargs: Any) -> Any:
         # Gathered by a caller already, who will free the parameters. The compiler looks into layers only, which are.
-        if torch.compiler.is_compiling() or state._training_state != idle or unless():
+        if torch.compiler.is_compiling() or state._training_state != idle:
             return original(*args, **kwargs)
         if takes_batch:
             state._pre_forward(unit, (), {})

@@ -154,25 +154,13 @@ class MeshStrategy(MeshedStrategy):
         if left := left_over_violations(module, self.degrees, self.policies_for(module)):
             return left
         plan = None if parallelized(module) is not None else self.plan_for(module)
-        further = mesh_module_violations(module, plan, self._policies, cuts=self._is_cut, is_fitting=is_fitting)
+        further = mesh_module_violations(module, plan, self._policies, cuts=self.cuts_stack, is_fitting=is_fitting)
         return [*super().module_violations(module, is_fitting=is_fitting), *further]
 
     @override
     def unbuilt_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
-        replaces = self.num_nodes * self.num_processes > 1
-        return unbuilt_violations(module, self._policies, replaces=replaces, cuts=self._is_cut, is_fitting=is_fitting)
-
-    @property
-    def _is_cut(self) -> bool:
-        return self.degrees.pipeline != 1
-
-    @property
-    @override
-    def cuts_batches(self) -> bool:
-        if self._parallel is None:
-            return self._is_cut and not self.policies_for(self.module).takes_turns
-        cut = self._parallel.current.cut
-        return cut is not None and cut.turns is None
+        where = {"replaces": self.num_nodes * self.num_processes > 1, "cuts": self.cuts_stack}
+        return unbuilt_violations(module, self._policies, **where, is_fitting=is_fitting)
 
     @property
     @override

@@ -199,7 +199,7 @@ class PipelinedModule:
         return None if positions is None else Placement(positions, plan.placement.costs, router.side_inputs.by_step)
 
     def _out_of_order(self, name: str, disorder: str) -> Placement | None:
-        """How a step runs that no schedule fits: in training, stages take turns; another step runs alone."""
+        """Run a step that no schedule fits otherwise: in training stages take turns, another step runs alone."""
         why = disorder or "another rank has seen that the step calls layers again, or in another order"
         if name == TRAINING:
             rank_zero_info(_TURNS.format(why))

@@ -6,7 +6,9 @@ inside of it (``self.model.encoder(x)``), whose parameters are shards at that mo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,7 +62,7 @@ def gather_around_parts(
         if owner is not None:
             part = module.get_submodule(path)
             for method in _forwards(part):
-                _torch.fsdp.gather_around(part, method, module.get_submodule(owner), unless=unless)
+                _gather_unless(unless, part, method, module.get_submodule(owner))
 
 
 def gather_outside_of_schedule(
@@ -75,8 +77,20 @@ def gather_outside_of_schedule(
         is_in_schedule: Whether a schedule runs, which gathers around each microbatch.
     """
     if _ROOT in units:
-        _torch.fsdp.gather_around(module, "forward", module, unless=is_in_schedule)
+        _gather_unless(is_in_schedule, module, "forward", module)
     gather_around_parts(module, units, except_in=layers, unless=is_in_schedule)
+
+
+def _gather_unless(unless: Callable[[], bool], holder: nn.Module, method: str, unit: nn.Module) -> None:
+    own = getattr(holder, method)
+    _torch.fsdp.gather_around(holder, method, unit)
+    gathered = vars(holder)[method]
+
+    @functools.wraps(own)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (own if unless() else gathered)(*args, **kwargs)
+
+    vars(holder)[method] = chosen
 
 
 def gather_while_running(holder: object, method: str, module: nn.Module) -> None:

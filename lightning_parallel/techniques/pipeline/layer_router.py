@@ -85,11 +85,10 @@ class LayerRouter:
     """
 
     def __init__(self, plan: StagePlan, paths: Sequence[str], beside: Beside | None = None) -> None:
-        self.plan = plan
+        self.plan, self._paths = plan, paths
         self.side_inputs = SideInputs(plan, paths, beside)
         self.position = BEFORE_THE_STACK
         self.outside: CallOfLayer = run_here
-        self._paths = paths
         self.is_open = False
         self._step, self._part = "", StepPart(None)
         self._substitutes = Substitutes()

@@ -167,7 +167,7 @@ class _Entry(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """What a layer returns, sent to the other ranks; backward also reaches arguments that the layer has not used."""
+    """Results of a layer, sent to the other ranks; backward also reaches arguments that the layer has not used."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, owner: int, forms: Sequence[_Form], count: int, *tensors: Tensor) -> Any:
@@ -185,7 +185,7 @@ class _Exit(torch.autograd.Function):
 
 
 class _Received(torch.autograd.Function):
-    """What a layer of another rank returns; backward reaches the arguments, whose gradients come from there."""
+    """Results of a layer of another rank; backward reaches the arguments, whose gradients come from there."""
 
     @staticmethod
     def forward(
