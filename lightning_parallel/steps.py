@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -223,8 +224,50 @@ class Steps(StepHooks):
         reduce_gradients(self._averaged, self._mesh.gradient_group, self._mesh.stage_host_group)
 
 
+class Settled(BaseException):
+    """End of a training step before it runs, once it is known how the module is cut; no error that a step handles."""
+
+
+@dataclass
+class Settling:
+    """Whether training steps only settle how a module is cut, and what their first one has shown."""
+
+    is_on: bool = False
+    forget: Callable[[], None] = lambda: None
+    """Forgets what batches have shown: their usual size, and where their losses are computed."""
+
+    def end_step(self) -> None:
+        """End a step that was to settle no more than the cut."""
+        if self.is_on:
+            raise Settled
+
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """Inside this context, a training step ends before it runs."""
+        self.is_on = True
+        try:
+            with contextlib.suppress(Settled):
+                yield
+        finally:
+            self.is_on = False
+            self.forget()
+
+
 class PipelinedSteps(Steps):
     """Steps that run forward and backward inside the step, microbatch by microbatch."""
+
+    def __init__(self, module: nn.Module, parallelized: Parallelized, **options: Any) -> None:
+        super().__init__(module, parallelized, **options)
+        assert parallelized.cut is not None
+        self._cut = parallelized.cut
+        self.settling = Settling()
+
+    @property
+    def batch_unit(self) -> int:
+        """The number of samples of which batches are to be multiples, so that all have as many microbatches."""
+        plan = self._cut.plan
+        count = plan.policy.microbatches
+        return 2 * plan.stages.num_stages if count == "auto" else int(count)
 
     microbatch_weights: MicrobatchWeights | None = None
     """The weights of the losses of microbatches, where a callback has any."""

@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from lightning_parallel import _lightning
 from lightning_parallel.callbacks.size_search import largest_fitting
-from lightning_parallel.callbacks.strategy_protocol import cuts_batches, num_local_processes, refuse
+from lightning_parallel.callbacks.strategy_protocol import SettlesCut, cuts_stack, num_local_processes, refuse
 from lightning_parallel.callbacks.trials import TrainingState, isolated, run_steps
-from lightning_parallel.errors import check
+from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.ranks.memory import peak_memory, reset_peak_memory, usable_memory
 from lightning_parallel.techniques.sharding import abandon_step
 
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 _OUT_OF_MEMORY = 2**62
+_ALONE = (
+    "{0}={1} ran out of memory on a rank of a pipeline, for which the others wait within the step; give "
+    "BatchSizeFinder(maximum={2}) or a smaller memory_limit"
+)
 
 
 class BatchSizeFinder(Callback):
@@ -118,16 +122,19 @@ class BatchSizeFinder(Callback):
         self._loaded_sizes = {}
         try:
             start, maximum = self._bounds(trainer)
-            size, self.peaks = largest_fitting(
-                lambda size: self._trial(trainer, state, size),
-                start=start,
-                maximum=maximum,
+            unit, state = self._settle(trainer, state, start)
+            units, peaks = largest_fitting(
+                lambda units: self._trial(trainer, state, units * unit),
+                start=min(-(-start // unit), max(1, maximum // unit)),
+                maximum=max(1, maximum // unit),
                 budget=limit * (1 - self._margin),
             )
+            size, self.peaks = units * unit, {units * unit: peak for units, peak in peaks.items()}
             if size and math.inf in self.peaks.values():
                 self._trial(trainer, state, size)  # uses up gradients that the failed step left unreduced
         finally:
             _lightning.drop_loaders(trainer)
+            _forget_batches(trainer)
         self._refuse(trainer, self._misfit(size, limit))
         self.batch_size = size
         lightning_setattr(pl_module, self._attribute, size)
@@ -150,6 +157,30 @@ class BatchSizeFinder(Callback):
             f"{self._attribute}={least} {took}, and may take {_gib(limit * (1 - self._margin))} (memory_limit less "
             f"{self._margin:.0%}); shard over more ranks, use a smaller model, or give a larger memory_limit"
         ]
+
+    def _settle(self, trainer: Trainer, state: TrainingState, start: int) -> tuple[int, TrainingState]:
+        """Let the first step cut the module as it has to be, before any is measured.
+
+        Returns:
+            The number of samples of which sizes are multiples, and the state to come back to.
+
+        Args:
+            trainer: The trainer.
+            state: The state before.
+            start: The first size.
+        """
+        steps = getattr(trainer.strategy, "steps", None)
+        if not isinstance(steps, SettlesCut):
+            return 1, state
+        unit = steps.batch_unit
+        with isolated(trainer):
+            with steps.settling.settled():
+                self._load(trainer, -(-start // unit) * unit)
+                run_steps(trainer, 1)
+            _lightning.drop_loaders(trainer)
+        state.restore_around()
+        is_cut = isinstance(trainer.strategy.steps, SettlesCut)  # type: ignore[attr-defined]
+        return unit if is_cut else 1, TrainingState(trainer)
 
     # Trials -----------------------------------------------------------------------------------------------------
 
@@ -192,6 +223,7 @@ class BatchSizeFinder(Callback):
         """The peak of the rank that takes most, the same on all ranks; infinite where one ran out of memory."""
         garbage_collection_cuda()
         device, module = trainer.strategy.root_device, trainer.lightning_module
+        _forget_batches(trainer)  # else only some of the trials would try where losses are to be computed
         self._measure(device)
         peak = _OUT_OF_MEMORY
         with isolated(trainer):
@@ -202,6 +234,8 @@ class BatchSizeFinder(Callback):
             except RuntimeError as error:
                 if not is_oom_error(error):
                     raise
+                if cuts_stack(trainer):
+                    raise ConfigurationError([_ALONE.format(self._attribute, size, max(1, size // 2))]) from error
             if peak == _OUT_OF_MEMORY:
                 abandon_step(module)
             _lightning.drop_loaders(trainer)
@@ -229,6 +263,12 @@ class BatchSizeFinder(Callback):
                     "optimizer that was made before; make the optimizer there"
                 ],
             )
+
+
+def _forget_batches(trainer: Trainer) -> None:
+    """Let a pipeline begin as with the first batch."""
+    if isinstance(steps := getattr(trainer.strategy, "steps", None), SettlesCut):
+        steps.settling.forget()
 
 
 def _memory_limit(trainer: Trainer) -> int:
@@ -276,11 +316,6 @@ def _use_violations(trainer: Trainer, module: LightningModule, attribute: str) -
         found.append(
             "loaders were passed to fit(), so no attribute changes their batch size; define train_dataloader() in the "
             "module or in a datamodule"
-        )
-    if cuts_batches(trainer):
-        found.append(
-            "BatchSizeFinder under pipeline > 1 is not possible: what a rank holds depends on the microbatches, and "
-            "the first step may move parameters between stages; give the batch size"
         )
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         found.append("fast_dev_run runs a batch of whatever size; leave BatchSizeFinder out there")

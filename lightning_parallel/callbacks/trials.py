@@ -103,18 +103,22 @@ class TrainingState:
         module.zero_grad(set_to_none=True)
         reshard_units(module)
         self._numbers.restore()
+        self.restore_around()
         for parameter, trainable in self._trainable:
             parameter.requires_grad_(trainable)
-        for attributes in self._attributes:
-            attributes.restore(keeps_new=True)
-        for child in module.modules():
-            if isinstance(child, Metric):
-                child.reset()
         for each, schedule in zip(trainer.lr_scheduler_configs, self._schedulers, strict=True):
             each.scheduler.load_state_dict(copy.deepcopy(schedule))
         for optimizer, (state, groups) in zip(trainer.optimizers, self._optimizers, strict=True):
             _restore_optimizer(optimizer, state, groups)
         trainer.precision_plugin.load_state_dict(copy.deepcopy(self._precision))
+
+    def restore_around(self) -> None:
+        """Put back what steps change around parameters, buffers and optimizers: attributes, metrics, random numbers."""
+        for attributes in self._attributes:
+            attributes.restore(keeps_new=True)
+        for child in self._module.modules():
+            if isinstance(child, Metric):
+                child.reset()
         for device, numbers in self._random:
             numbers.restore(device)
 

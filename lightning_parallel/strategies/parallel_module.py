@@ -130,9 +130,10 @@ class ParallelModule:
         self._parallelize_again(plan)
         assert isinstance(before, PipelinedSteps)
         if isinstance(self.steps, PipelinedSteps):
-            self.steps.microbatch_weights = before.microbatch_weights
+            self.steps.microbatch_weights, self.steps.settling = before.microbatch_weights, before.settling
         self._attach_pipeline(looked_at)
         if self._pipelined is None:
+            before.settling.end_step()
             return self._run_in_turns
         assert plan.pipeline is not None
         if placement.costs is not None:

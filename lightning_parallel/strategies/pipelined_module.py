@@ -79,12 +79,17 @@ class PipelinedModule:
         self._place_again = place_again
         self._rank = self._cut.group.rank()
         self._looked_at: set[str] = set()
-        self._choice = LossChoice(module, self._cut, self._all_ranks, device, steps)
-        plan, same_stage = self._cut.plan, parallelized.mesh.stage_host_group
-        self._counts = MicrobatchCounts(plan.policy, plan.stages.num_ranks, same_stage)
+        self._same_stage = parallelized.mesh.stage_host_group
+        self._forget_batches()
+        steps.settling.forget = self._forget_batches
         self._num_evaluated = 0
         self._own: dict[str, Any] = {}
         self._cut_steps: dict[str, CutStep] = {}
+
+    def _forget_batches(self) -> None:
+        plan = self._cut.plan
+        self._choice = LossChoice(self._module, self._cut, self._all_ranks, self._device, self._steps)
+        self._counts = MicrobatchCounts(plan.policy, plan.stages.num_ranks, self._same_stage)
 
     def attach(self, names: Sequence[str], looked_at: set[str] | None = None) -> None:
         """Replace the step methods `names`; those in `looked_at` were traced before and need no second trace."""
@@ -123,6 +128,7 @@ class PipelinedModule:
         if name in self._choice.disordered:
             return self._without_schedule(name, self._choice.disordered.pop(name))(batch, *args)
         if name == TRAINING:
+            self._steps.settling.end_step()
             cut = replace(cut, seed=_next_seed())
             with unchanged_generators(self._device):
                 return self._train(cut)

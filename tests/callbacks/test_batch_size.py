@@ -22,6 +22,7 @@ from tests.data import data_of, loader
 from tests.jobs.fits import messages
 from tests.models.cases import GAN, ByteGPT, optimizer_of
 from tests.parity import TOLERANCE, Recorder, difference, trainer_for
+from tests.rank_pool import RankError
 
 SAMPLES = 96
 LIMIT = 41_000
@@ -380,8 +381,71 @@ def test_refusals(ranks: Any, strategy: str) -> None:
         assert words in found
 
 
-def test_pipelines_are_refused(ranks: Any) -> None:
-    assert "BatchSizeFinder under pipeline > 1" in ranks(2).run(refused, "pp_custom", 2)[0][0]
+class SizedHeadFirst(Sized):
+    """Registered in another order than it is called, so that its first step cuts it otherwise."""
+
+    def __init__(self, batch_size: int = 2) -> None:
+        super().__init__(batch_size)
+        gpt = self.model
+        self.model = nn.Module()  # type: ignore[assignment]
+        self.model.norm, self.model.head, self.model.blocks = gpt.norm, gpt.head, gpt.blocks
+        self.model.tokens = gpt.tokens
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.model.tokens(tokens)
+        for block in self.model.blocks:
+            hidden = block(hidden)
+        return self.model.head(self.model.norm(hidden))  # type: ignore[no-any-return]
+
+
+class SizedByHand(Sized):
+    """Manual optimization, under which stages take turns."""
+
+    def __init__(self, batch_size: int = 2) -> None:
+        super().__init__(batch_size)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(*batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+
+class SizedTwice(Sized):
+    """Calls its layers twice, which the first step shows."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + super().forward(tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "find", "size"),
+    [
+        (Sized, {"start": 3, "memory_limit": 50_000}, 12),
+        (SizedHeadFirst, {"start": 3, "memory_limit": 50_000}, 12),
+        (SizedByHand, {"start": 3}, 10),
+        (SizedTwice, {"start": 3}, 10),
+        (Eventful, {"start": 8, "memory_limit": 35_000}, 32),
+    ],
+)
+def test_pipelines(ranks: Any, kind: Any, find: dict[str, Any], size: int) -> None:
+    """Batches are cut into as many microbatches whatever their size; whole ones may have any."""
+    found = ranks(2).run(train, "pp_custom", 2, kind, find)
+    assert {each["size"] for each in found} == {size}, found[0]["peaks"]
+    assert max(found[0]["peaks"].values()) <= find.get("memory_limit", LIMIT) * 0.9
+    fresh = ranks(2).run(train, "pp_custom", 2, functools.partial(kind, found[0]["size"]), None)
+    for ours, theirs in zip(found, fresh, strict=True):
+        assert_same_run(ours, theirs)
+
+
+def test_a_stage_that_runs_out_of_memory_says_so(ranks: Any) -> None:
+    """Others wait for it within the step."""
+    with pytest.raises(RankError) as error:
+        ranks(2).run(train, "pp_custom", 2, RunsOut, {"memory_limit": 10**9})
+    assert "ran out of memory on a rank of a pipeline" in str(error.value)
 
 
 def test_settings_are_refused_in_words() -> None:
