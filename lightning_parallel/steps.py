@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from lightning_parallel.techniques.accumulation import GradientReduction, ZeroGr
 from lightning_parallel.techniques.buffer_sync import BufferSync
 from lightning_parallel.techniques.local_update import LocalUpdate, is_elementwise
 from lightning_parallel.techniques.pipeline.gradients import GradientsOfSharers, sum_shared_gradients
+from lightning_parallel.techniques.pipeline.settling import Settling
 from lightning_parallel.techniques.pipeline.stage_buffers import StageBuffers
 from lightning_parallel.techniques.pipeline.step_losses import MicrobatchWeights
 from lightning_parallel.techniques.pipeline.turns import check_loss
@@ -222,35 +222,6 @@ class Steps(StepHooks):
 
     def _average(self) -> None:
         reduce_gradients(self._averaged, self._mesh.gradient_group, self._mesh.stage_host_group)
-
-
-class Settled(BaseException):
-    """End of a training step before it runs, once it is known how the module is cut; no error that a step handles."""
-
-
-@dataclass
-class Settling:
-    """Whether training steps only settle how a module is cut, and what their first one has shown."""
-
-    is_on: bool = False
-    forget: Callable[[], None] = lambda: None
-    """Forgets what batches have shown: their usual size, and where their losses are computed."""
-
-    def end_step(self) -> None:
-        """End a step that was to settle no more than the cut."""
-        if self.is_on:
-            raise Settled
-
-    @contextlib.contextmanager
-    def settled(self) -> Iterator[None]:
-        """Inside this context, a training step ends before it runs."""
-        self.is_on = True
-        try:
-            with contextlib.suppress(Settled):
-                yield
-        finally:
-            self.is_on = False
-            self.forget()
 
 
 class PipelinedSteps(Steps):

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_parallel import _lightning
 from lightning_parallel.callbacks.size_search import largest_fitting
 from lightning_parallel.callbacks.strategy_protocol import SettlesCut, cuts_stack, num_local_processes, refuse
-from lightning_parallel.callbacks.trials import TrainingState, isolated, run_steps
+from lightning_parallel.callbacks.trials import TrainingState, isolated, run_steps, settled
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.ranks.memory import peak_memory, reset_peak_memory, usable_memory
 from lightning_parallel.techniques.sharding import abandon_step
@@ -97,7 +97,7 @@ class BatchSizeFinder(Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             self._is_restored = False
             self._num_ranks = trainer.world_size
-            self._refuse(trainer, _use_violations(trainer, pl_module, self._attribute))
+            refuse(trainer, _use_violations(trainer, pl_module, self._attribute))
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -122,20 +122,20 @@ class BatchSizeFinder(Callback):
         self._loaded_sizes = {}
         try:
             start, maximum = self._bounds(trainer)
-            unit, state = self._settle(trainer, state, start)
-            units, peaks = largest_fitting(
-                lambda units: self._trial(trainer, state, units * unit),
-                start=min(-(-start // unit), max(1, maximum // unit)),
-                maximum=max(1, maximum // unit),
+            unit, state = settled(trainer, state, start, self._load)
+            size, self.peaks = largest_fitting(
+                lambda size: self._trial(trainer, state, size),
+                start=start,
+                maximum=maximum,
                 budget=limit * (1 - self._margin),
+                unit=unit,
             )
-            size, self.peaks = units * unit, {units * unit: peak for units, peak in peaks.items()}
             if size and math.inf in self.peaks.values():
                 self._trial(trainer, state, size)  # uses up gradients that the failed step left unreduced
         finally:
             _lightning.drop_loaders(trainer)
             _forget_batches(trainer)
-        self._refuse(trainer, self._misfit(size, limit))
+        refuse(trainer, self._misfit(size, limit))
         self.batch_size = size
         lightning_setattr(pl_module, self._attribute, size)
         if is_scheduled:
@@ -144,9 +144,6 @@ class BatchSizeFinder(Callback):
             f"BatchSizeFinder: {self._attribute}={size} on each of {trainer.world_size} ranks; peak "
             f"{_gib(self.peaks[size])} of {_gib(limit)} ({self._margin:.0%} are left free)"
         )
-
-    def _refuse(self, trainer: Trainer, violations: list[str]) -> None:
-        refuse(trainer, violations)
 
     def _misfit(self, size: int, limit: int) -> list[str]:
         if size:
@@ -157,30 +154,6 @@ class BatchSizeFinder(Callback):
             f"{self._attribute}={least} {took}, and may take {_gib(limit * (1 - self._margin))} (memory_limit less "
             f"{self._margin:.0%}); shard over more ranks, use a smaller model, or give a larger memory_limit"
         ]
-
-    def _settle(self, trainer: Trainer, state: TrainingState, start: int) -> tuple[int, TrainingState]:
-        """Let the first step cut the module as it has to be, before any is measured.
-
-        Returns:
-            The number of samples of which sizes are multiples, and the state to come back to.
-
-        Args:
-            trainer: The trainer.
-            state: The state before.
-            start: The first size.
-        """
-        steps = getattr(trainer.strategy, "steps", None)
-        if not isinstance(steps, SettlesCut):
-            return 1, state
-        unit = steps.batch_unit
-        with isolated(trainer):
-            with steps.settling.settled():
-                self._load(trainer, -(-start // unit) * unit)
-                run_steps(trainer, 1)
-            _lightning.drop_loaders(trainer)
-        state.restore_around()
-        is_cut = isinstance(trainer.strategy.steps, SettlesCut)  # type: ignore[attr-defined]
-        return unit if is_cut else 1, TrainingState(trainer)
 
     # Trials -----------------------------------------------------------------------------------------------------
 
@@ -198,8 +171,7 @@ class BatchSizeFinder(Callback):
         maximum = min(self._maximum, max(shares, default=self._maximum))
         if isinstance(trainer.val_check_interval, int) and trainer.check_val_every_n_epoch is not None:
             maximum //= trainer.val_check_interval  # Lightning wants that many batches in an epoch
-        maximum = max(1, maximum)
-        return min(self._start, maximum), maximum
+        return min(self._start, max(1, maximum)), max(1, maximum)
 
     def _load(self, trainer: Trainer, size: int) -> None:
         lightning_setattr(trainer.lightning_module, self._attribute, size)
@@ -210,7 +182,7 @@ class BatchSizeFinder(Callback):
         self._loaded_sizes[size] = sizes
         for other, others in self._loaded_sizes.items():
             if sizes and sizes == others and 2 * min(size, other) <= max(size, other):
-                self._refuse(
+                refuse(
                     trainer,
                     [
                         f"train_dataloader() makes batches of {sizes[0]} for {self._attribute}={other} and for "
@@ -242,7 +214,7 @@ class BatchSizeFinder(Callback):
         state.restore()
         agreed = _largest(trainer, peak)
         if agreed == _OUT_OF_MEMORY and isinstance(trainer.strategy.model, DistributedDataParallel):
-            self._refuse(
+            refuse(
                 trainer,
                 [
                     f"{self._attribute}={size} ran out of memory, and DDP cannot go on after that; give "
@@ -256,7 +228,7 @@ class BatchSizeFinder(Callback):
         before = list(trainer.optimizers)
         trainer.strategy.setup_optimizers(trainer)
         if any(new is old for new, old in zip(trainer.optimizers, before, strict=True)):
-            self._refuse(
+            refuse(
                 trainer,
                 [
                     "configure_optimizers asks for the number of steps, which the batch size changes, but returns an "

@@ -17,7 +17,7 @@ from lightning_parallel.techniques.recompute import Recompute, parse_recompute
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_parallel.steps import Settling
+    from lightning_parallel.techniques.pipeline.settling import Settling
 
 
 class Pausable(Protocol):
