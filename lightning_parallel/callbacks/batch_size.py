@@ -133,8 +133,7 @@ class BatchSizeFinder(Callback):
             if size and math.inf in self.peaks.values():
                 self._trial(trainer, state, size)  # uses up gradients that the failed step left unreduced
         finally:
-            _lightning.drop_loaders(trainer)
-            _forget_batches(trainer)
+            _end_trials(trainer)
         refuse(trainer, self._misfit(size, limit))
         self.batch_size = size
         lightning_setattr(pl_module, self._attribute, size)
@@ -235,6 +234,12 @@ class BatchSizeFinder(Callback):
                     "optimizer that was made before; make the optimizer there"
                 ],
             )
+
+
+def _end_trials(trainer: Trainer) -> None:
+    """Drop what trials have made."""
+    _lightning.drop_loaders(trainer)
+    _forget_batches(trainer)
 
 
 def _forget_batches(trainer: Trainer) -> None:
