@@ -11,8 +11,9 @@ from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.ranks.divisibility import divisors, listed
 
 TURNS = "turns"
-"""No order of microbatches: stages take turns on whole batches."""
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev", TURNS)
+"""No such order: stages take turns on whole batches."""
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
+"""Orders of microbatches."""
 LOSSES = ("auto", "batch", "microbatch")
 
 
@@ -21,7 +22,7 @@ class PipelinePolicy:
     """Rules by which a stack is cut, and the order in which stages run; knows no module.
 
     Args:
-        schedule: One of `SCHEDULES`.
+        schedule: One of `SCHEDULES`, or `TURNS`.
         microbatches: Parts of a rank's batch; ``"auto"`` is the largest divisor that is at most twice the stages.
         stages: Layers of each stage; ``"auto"`` balances numbers of parameters, ``"time"`` measured times.
         virtual_stages: Stages of each rank.
@@ -132,8 +133,8 @@ def pipeline_violations(policy: PipelinePolicy, num_ranks: int) -> list[str]:
     """
     found = []
     name = policy.schedule
-    if name not in SCHEDULES:
-        found.append(f"schedule={name!r} is unknown; possible: {', '.join(SCHEDULES)}")
+    if name not in (*SCHEDULES, TURNS):
+        found.append(f"schedule={name!r} is unknown; possible: {', '.join((*SCHEDULES, TURNS))}")
     if policy.loss not in LOSSES:
         found.append(f"loss={policy.loss!r} is unknown; possible: {', '.join(LOSSES)}")
     virtual = policy.virtual_stages
