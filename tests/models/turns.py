@@ -144,8 +144,10 @@ class Dropping(Manual):
             block.mlp.append(nn.Dropout(0.5))
         self.drawn: list[float] = []
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
         self.drawn.append(float(torch.rand(())))
+        return result
 
 
 class Siamese(Deep):

@@ -84,7 +84,7 @@ def test_checkpoints_of_the_user_around_layers(ranks: Any) -> None:
 
 
 def drawn(strategy: str, num_ranks: int) -> tuple[list[float], list[float]]:
-    """The losses of a module with dropout in its layers, and the numbers that it has drawn behind each step."""
+    """The losses of a module with dropout in its layers, and the numbers that it has drawn at the end of each step."""
     modules: list[turns.Dropping] = []
 
     def made() -> turns.Dropping:
@@ -99,7 +99,7 @@ def test_ranks_stay_in_one_stream_of_random_numbers(ranks: Any) -> None:
     """Layers draw on their rank only, and other numbers in each step."""
     first, second = ranks(2).run(drawn, "pp_custom:stages=[1,3]", 2)
     assert first == second
-    assert len(set(first[0])) == 5
+    assert len(set(first[1])) == 5
 
 
 def combined(strategy: str, num_ranks: int) -> Outcome:
