@@ -134,7 +134,7 @@ def pipeline_violations(policy: PipelinePolicy, num_ranks: int) -> list[str]:
     found = []
     name = policy.schedule
     if name not in (*SCHEDULES, TURNS):
-        found.append(f"schedule={name!r} is unknown; possible: {', '.join((*SCHEDULES, TURNS))}")
+        found.append(f"schedule={name!r} is unknown; possible: {', '.join(SCHEDULES)}, {TURNS}")
     if policy.loss not in LOSSES:
         found.append(f"loss={policy.loss!r} is unknown; possible: {', '.join(LOSSES)}")
     virtual = policy.virtual_stages
