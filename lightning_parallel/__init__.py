@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_parallel.callbacks.worker_trials import tune_workers
     from lightning_parallel.checkpoint.full_state import full_state_dict
     from lightning_parallel.cli.explain import explain
     from lightning_parallel.cli.lightning_cli import LightningCLI
@@ -47,6 +48,7 @@ __all__ = [
     "build_strategy",
     "explain",
     "full_state_dict",
+    "tune_workers",
 ]
 
 _MODULES = {
@@ -65,6 +67,7 @@ _MODULES = {
     "build_strategy": "presets",
     "explain": "cli.explain",
     "full_state_dict": "checkpoint.full_state",
+    "tune_workers": "callbacks.worker_trials",
 }
 
 

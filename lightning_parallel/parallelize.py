@@ -26,7 +26,7 @@ from lightning_parallel.techniques.buffers import apply_buffer_dtype
 from lightning_parallel.techniques.compiling import apply_compile
 from lightning_parallel.techniques.context.layers import apply_context
 from lightning_parallel.techniques.deferred_init.record import InitRecord
-from lightning_parallel.techniques.float8 import apply_float8
+from lightning_parallel.techniques.float8 import PartProducts, apply_float8
 from lightning_parallel.techniques.gathering import (
     gather_around_parts,
     gather_in_method,
@@ -155,7 +155,7 @@ def parallelize(
     policies = plan.policies
     with Snapshot(module) as pipeline:
         groups = {"group": mesh.pipeline_group, "host_group": mesh.pipeline_host_group}
-        cut = cut_stack(module, plan.structure, plan.pipeline, **groups)
+        cut = cut_stack(module, plan.pipeline, **groups)
     structure = plan.structure if cut is None else cut.local(plan.structure)
     chains = [chain for stack in structure.stacks for chain in stack.chains]
     stacks = [[(path, module.get_submodule(path)) for path in chain] for chain in chains]
@@ -216,7 +216,15 @@ def _split(
     if plan.tensor.unseen:  # until the first step has shown what their layers are given
         return []
     tables, policies = plan.tensor.tables, plan.policies
-    lengths = apply_tensor(stacks, plan.tensor, mesh.tensor, peers=mesh.stage_host_group, sequence=policies.sequence)
+    float8 = policies.layer.float8
+    lengths = apply_tensor(
+        stacks,
+        plan.tensor,
+        mesh.tensor,
+        peers=mesh.stage_host_group,
+        sequence=policies.sequence,
+        products=None if float8 in (None, "none") else PartProducts(str(float8), mesh.tensor.get_group()).of,
+    )
     if policies.sequence:
         watch_between(module, stacks, lengths)
     if tables:

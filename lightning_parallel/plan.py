@@ -119,9 +119,7 @@ def build_plan(module: nn.Module, degrees: Degrees, policies: Policies) -> Plan:
     if structure.layers and degrees.pipeline != 1:
         size = _number(degrees.pipeline)
         # Faults of the policy alone were reported when the Trainer was made; here they only prevent planning stages.
-        found = pipeline_violations(policies.pipeline, size) or cut_violations(
-            module, structure, policies.pipeline, size
-        )
+        found = pipeline_violations(policies.pipeline, size) or cut_violations(structure, policies.pipeline, size)
         violations += found
         if not found:
             pipeline = plan_pipeline(module, structure, policies.pipeline, size, takes_turns=policies.takes_turns)
@@ -154,7 +152,7 @@ def cut_again(plan: Plan, module: nn.Module, placement: Placement) -> Plan:
     """
     assert plan.pipeline is not None
     if placement.takes_turns:
-        placement = placement_in_turns(module, plan.structure)
+        placement = placement_in_turns(module, placement.layers)
     size = plan.pipeline.stages.num_ranks
     pipeline = plan_pipeline(module, plan.structure, plan.policies.pipeline, size, placement)
     plan = replace(plan, pipeline=pipeline)

@@ -19,6 +19,7 @@ from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.unit_order import UnitOrder
 from lightning_parallel.parallelize import Parallelized
+from lightning_parallel.ranks.step_reads import step_noted
 from lightning_parallel.step_hooks import StepHooks
 from lightning_parallel.techniques.accumulation import GradientReduction, ZeroGrad
 from lightning_parallel.techniques.buffer_sync import BufferSync
@@ -132,7 +133,8 @@ class Steps(StepHooks):
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         try:
-            yield
+            with step_noted():
+                yield
         except Exception as error:
             violations = [text for lengths in self._lengths for text in lengths.between_layers(error)]
             if violations:

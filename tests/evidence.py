@@ -85,7 +85,9 @@ def _forwards(found: Counter[str]) -> Iterator[None]:
             found[f"parameters in {module.out.weight.dtype}"] += 1
         if isinstance(module, nn.Linear):
             found[f"products in {output.dtype}"] += 1
-            if (config := getattr(module, "config", None)) is not None:  # torchao's Float8Linear
+            # Torchao's Float8Linear has one, and so has the product of a map that is split.
+            holders = [module, *getattr(module.forward, "args", ())]
+            for config in filter(None, (getattr(each, "config", None) for each in holders)):
                 found[f"float8 {config.cast_config_weight.scaling_granularity.value}"] += 1
 
     handle = nn.modules.module.register_module_forward_hook(note)

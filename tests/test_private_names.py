@@ -59,6 +59,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "unit": f"{FSDP}_fully_shard.FSDPModule",
     },
     "_torch/groups.py": {
+        "arg": "torch.ScriptObject",
         "mesh": "torch.distributed.DeviceMesh",
         "options": "torch.distributed.distributed_c10d.ProcessGroupGloo._Options",
     },
@@ -71,6 +72,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "tensor": "torch.distributed.tensor.DTensor",
         "operation": "torch._ops.OpOverload",
     },
+    "_torch/whole_operands.py": dict.fromkeys(("base", "target", "tensor"), "torch.distributed.tensor.DTensor"),
     "_torch/modules.py": {"tensor": "torch.nn.parameter"},  # `nn.Parameter` looks for what is set
     "_lightning/metrics.py": {"metric": "torchmetrics.Metric"},
     "_lightning/__init__.py": {

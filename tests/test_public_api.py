@@ -29,9 +29,12 @@ PUBLIC = {
     "build_strategy",
     "explain",
     "full_state_dict",
+    "tune_workers",
 }
 CALLBACKS = {
     "BatchSizeFinder",
+    "DevicePrefetch",
+    "Doctor",
     "ExponentialMovingAverage",
     "GlobalBatch",
     "GradientNorm",

@@ -276,7 +276,8 @@ def training_iterator(trainer: Trainer) -> object:
 
     `CombinedLoader._iterator`, since 2.0; waits for a public property.
     """
-    return getattr(trainer.fit_loop._combined_loader, "_iterator", None)
+    found = getattr(trainer.fit_loop._combined_loader, "_iterator", None)
+    return found.inner if isinstance(found, epochs.Ahead) else found
 
 
 def drop_loaders(trainer: Trainer) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.types import _Stateful
@@ -38,6 +38,42 @@ class Pass:
     num_ahead: int
 
 
+@runtime_checkable
+class Ahead(Protocol):
+    """An iterator in place of that of the trainer, which may read more than it has been asked for."""
+
+    inner: Any
+    """The trainer's own."""
+
+    def settle(self) -> int:
+        """Read nothing until the next batch is asked for; the number of batches that nobody has asked for yet."""
+
+
+def replace_iterator(trainer: Trainer, replaced: Callable[[Any], Any]) -> None:
+    """Let the trainer read batches of training from another iterator, for the rest of this pass.
+
+    `CombinedLoader._iterator`, since 2.0; waits for loaders that can be replaced.
+
+    Args:
+        trainer: The trainer, within an epoch.
+        replaced: Gives the iterator, from the one that there is.
+    """
+    combined = trainer.fit_loop._combined_loader
+    if combined is not None and combined._iterator is not None:
+        combined._iterator = replaced(combined._iterator)
+
+
+def batches_left(trainer: Trainer) -> float:
+    """The number of batches that the trainer will still ask for in this epoch; infinity where nobody knows.
+
+    `_DataFetcher.length` and `fetched`, since 1.5, of `_FitLoop._data_fetcher`; they wait for a public count.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetcher is None or fetcher.length is None:
+        return float("inf")
+    return max(0, fetcher.length - fetcher.fetched)
+
+
 def training_pass(trainer: Trainer) -> Pass | None:
     """The pass of `trainer` over its training loaders, ``None`` where it has none.
 
@@ -47,8 +83,11 @@ def training_pass(trainer: Trainer) -> Pass | None:
     combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
     if combined is None:
         return None
-    iterator = combined._iterator
+    found: Any = combined._iterator
     ahead = len(getattr(fetcher, "batches", ()))
+    if isinstance(found, Ahead):
+        ahead += found.settle()
+    iterator = found.inner if isinstance(found, Ahead) else found
     taken = 0 if iterator is None else iterator._idx
     return Pass(combined.flattened, () if iterator is None else iterator.iterators, combined._mode, taken, ahead)
 

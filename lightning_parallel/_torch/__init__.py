@@ -20,10 +20,12 @@ from lightning_parallel._torch import (
     optimizers,
     part_operations,
     random_states,
+    random_turns,
     schedules,
     tensors,
     unit_classes,
     unit_parameters,
+    whole_operands,
 )
 
 __all__ = [
@@ -42,8 +44,10 @@ __all__ = [
     "optimizers",
     "part_operations",
     "random_states",
+    "random_turns",
     "schedules",
     "tensors",
     "unit_classes",
     "unit_parameters",
+    "whole_operands",
 ]

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -192,3 +193,20 @@ def reduce_scatter(part: Tensor, whole: Tensor, group: Any) -> None:
     """
     collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     collective(part, whole, group=group)
+
+
+def is_collective_of(group: dist.ProcessGroup, func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operation of a `TorchDispatchMode` is a collective over `group`, in which ranks wait for each other.
+
+    Operators of the namespaces `c10d`, with the group as an object, and `_c10d_functional`, with its name; since 2.0.
+
+    Args:
+        group: The ranks.
+        func: The operator.
+        args: Its arguments by position.
+    """
+    namespace = getattr(func, "namespace", "")
+    if namespace == "c10d":
+        objects = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
+        return any(dist.ProcessGroup.unbox(each).group_name == group.group_name for each in objects)
+    return namespace == "_c10d_functional" and group.group_name in args and "wait" not in func.overloadpacket.__name__

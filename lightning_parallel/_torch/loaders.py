@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 
@@ -46,3 +47,19 @@ def num_read(iterator: Any) -> int:
     `_BaseDataLoaderIter._num_yielded`, since 1.5; waits for a public count.
     """
     return int(getattr(iterator, "_num_yielded", 0))
+
+
+def with_workers(loader: DataLoader[Any], number: int, generator: torch.Generator) -> DataLoader[Any]:
+    """Copy `loader`, with another number of workers, which are seeded from `generator`.
+
+    `DataLoader._iterator`, as in `with_batches`; waits for a loader whose arguments can be read and given again.
+
+    Args:
+        loader: The loader.
+        number: Processes; 0 reads in this one.
+        generator: What to draw from, in place of the loader's own.
+    """
+    other = copy.copy(loader)
+    vars(other).update(num_workers=number, prefetch_factor=(loader.prefetch_factor or 2) if number else None)
+    vars(other).update(generator=generator, timeout=0, persistent_workers=False, pin_memory=False, _iterator=None)
+    return other

@@ -1,4 +1,4 @@
-"""Ideal and measured scaling as a picture. The only module that needs matplotlib, from the extra ``bench``."""
+"""Ideal and measured scaling as a picture, which needs matplotlib, from the extra ``bench``."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from lightning_parallel.callbacks.averaging import ExponentialMovingAverage
 from lightning_parallel.callbacks.batch_size import BatchSizeFinder
+from lightning_parallel.callbacks.device_prefetch import DevicePrefetch
+from lightning_parallel.callbacks.doctor import Doctor
 from lightning_parallel.callbacks.global_batch import GlobalBatch
 from lightning_parallel.callbacks.gradient_norm import GradientNorm
 from lightning_parallel.callbacks.learning_rate import ScaledLearningRate
@@ -13,6 +15,8 @@ from lightning_parallel.callbacks.verify import Verify
 
 __all__ = [
     "BatchSizeFinder",
+    "DevicePrefetch",
+    "Doctor",
     "ExponentialMovingAverage",
     "GlobalBatch",
     "GradientNorm",

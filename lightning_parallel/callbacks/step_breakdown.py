@@ -6,20 +6,13 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback
-from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_parallel import _lightning
-from lightning_parallel.callbacks.batch_geometry import num_samples
-from lightning_parallel.callbacks.breakdown_windows import ALONE, PhaseWindow, straggler
 from lightning_parallel.callbacks.fit_summary import GIB, Fit, FitTotals, last_checkpoint
 from lightning_parallel.callbacks.meter_log import MeterLog
-from lightning_parallel.callbacks.meter_windows import MeteredRanks
-from lightning_parallel.callbacks.step_clock import build_clock
-from lightning_parallel.callbacks.step_phases import StepPhases, TimedActions
-from lightning_parallel.callbacks.strategy_protocol import cuts_batches, has_whole_replicas, waiting_phases
+from lightning_parallel.callbacks.metered_steps import MeteredSteps, MeteredWindow, slow_rank
+from lightning_parallel.callbacks.strategy_protocol import replica_devices
 from lightning_parallel.errors import check
 from lightning_parallel.ranks.memory import MemoryUse
 
@@ -27,7 +20,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class StepBreakdown(Callback):
+class StepBreakdown(MeteredSteps):
     """Log the share of a step in which ranks wait for data, copy it, run forward and backward, and update; and memory.
 
     Shares of the time of all ranks, with ``breakdown/`` before them, add up to 1: ``data``, ``copy``, ``forward``,
@@ -61,10 +54,10 @@ class StepBreakdown(Callback):
 
     def __init__(self, *, every: int = 50, slower: float = 0.2) -> None:
         check(_violations(every, slower))
+        super().__init__(every)
         self.latest: dict[str, float] = {}
-        self._every, self._slower = every, slower
+        self._slower = slower
         self._log = MeterLog("StepBreakdown")
-        self._actions: TimedActions | None = None
         self._num_updates = 0
 
     @override
@@ -73,120 +66,33 @@ class StepBreakdown(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._device = trainer.strategy.root_device
-        self._ranks = MeteredRanks.of(trainer)
-        clock = build_clock(self._device)
-        self._num_open = 1 if clock.runs_behind else 0
-        self._phases = StepPhases(clock, joins=cuts_batches(trainer))
-        self._window, self._closed, self._is_timed = PhaseWindow(), list[PhaseWindow](), False
         self._totals = FitTotals()
         self._named: set[tuple[int, str]] = set()
-        self._actions = TimedActions(trainer, self._phases)
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._phases.end_all()
-
-    @override
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._phases.begin("backward")
-
-    @override
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._phases.end("backward")
+        super().on_train_start(trainer, pl_module)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        stretch = self._phases.cut()
-        is_accumulating = _lightning.is_accumulating(trainer)
-        if self._is_timed:
-            self._window.add(stretch, num_samples(batch), is_held=is_accumulating)
-        if not is_accumulating:
-            self._num_updates += 1
-            self._window.steps += self._is_timed
-            self._window.at = _lightning.logs.logged_step(trainer)
-            self._is_timed = True
-        for window in (*self._closed, self._window):
-            window.read()
-        if self._window.steps >= self._every:
-            self._phases.pause()
-            self._close()
-            self._log_closed(trainer, self._num_open)
-            self._phases.resume()
+        self._num_updates += not _lightning.is_accumulating(trainer)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
-    def _close(self) -> None:
-        self._closed.append(self._window)
-        self._window = PhaseWindow()
-
-    def _log_closed(self, trainer: Trainer, left: int) -> None:
-        """Log closed windows but the last `left`, whose time the device may still be spending. A collective."""
-        while len(self._closed) > left:
-            window = self._closed.pop(0)
-            names = self._phases.names
-            own = [*window.seconds([*names, ALONE]), window.samples, *MemoryUse.of(self._device).numbers]
-            rows = self._ranks.of_all(own)
-            times = [dict(zip((*names, ALONE), row, strict=False)) for row in rows]
-            memory = MemoryUse.most([MemoryUse(*row[len(names) + 2 :]) for row in rows])
-            samples = sum(row[len(names) + 1] for row in rows) / self._ranks.num_sharing
-            seconds = {name: sum(each[name] for each in times) / len(times) for name in names}
-            self._totals.add(window.steps, samples, seconds, memory)
-            self.latest = _values(seconds, memory)
-            self._log.write(trainer, self.latest, window.at)
-            self._name_slow(trainer, times)
-
-    def _name_slow(self, trainer: Trainer, rows: list[dict[str, float]]) -> None:
-        if trainer.world_size == 1 or (waiting := waiting_phases(trainer)) is None:
-            return
-        for row in rows:
-            alone = row.pop(ALONE)
-            if has_whole_replicas(trainer):
-                row[ALONE] = alone
-                row["backward"] -= alone
-        found = straggler(rows, waiting, self._slower)
+    @override
+    def on_window(self, trainer: Trainer, window: MeteredWindow) -> None:
+        self._totals.add(window.steps, window.samples, window.seconds, window.memory)
+        self.latest = _values(window.seconds, window.memory)
+        self._log.write(trainer, self.latest, window.at)
+        found = slow_rank(trainer, window, self._slower)
         if found is not None and (found.rank, found.phase) not in self._named:
             self._named.add((found.rank, found.phase))
             self._log.say(str(found))
 
     @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_fitting(trainer):
-            self._phases.pause()
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_fitting(trainer):
-            self._phases.resume()
-
-    def _is_fitting(self, trainer: Trainer) -> bool:
-        return self._actions is not None and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._window.steps:
-            self._close()
-        self._log_closed(trainer, 0)
-        self._give_back(trainer)
-
-    @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._num_updates:
-            fit = Fit(time.perf_counter() - self._began, self._num_updates, self._ranks.num_devices)
+            num_devices = trainer.world_size * len(replica_devices(trainer))
+            fit = Fit(time.perf_counter() - self._began, self._num_updates, num_devices)
             self._log.say(self._totals.summary(fit, last_checkpoint(trainer)))
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._give_back(trainer)
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._give_back(trainer)
-
-    def _give_back(self, trainer: Trainer) -> None:
-        if self._actions is not None:
-            self._actions.give_back(trainer)
-            self._actions = None
 
 
 def _values(seconds: dict[str, float], memory: MemoryUse) -> dict[str, float]:

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_parallel.errors import check
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
+from lightning_parallel.ranks.random_streams import RandomState
 from lightning_parallel.techniques.recompute import Recompute, parse_recompute
 
 if TYPE_CHECKING:
@@ -75,6 +76,15 @@ class MeetsForBatches(Protocol):
     @property
     def meets_for_batches(self) -> bool:
         """Whether ranks wait for each other before each batch of training."""
+
+
+@runtime_checkable
+class DrawsInSteps(Protocol):
+    """A strategy whose steps draw from a stream of their own."""
+
+    @property
+    def state_of_steps(self) -> RandomState | None:
+        """The state from which the next step draws; ``None`` where it is that of hooks and loaders."""
 
 
 @runtime_checkable
@@ -147,6 +157,12 @@ def num_local_processes(trainer: Trainer) -> int:
     """Processes on this machine."""
     strategy = trainer.strategy
     return max(1, strategy.num_processes) if isinstance(strategy, PlannedSteps) else 1
+
+
+def state_of_steps(trainer: Trainer) -> RandomState | None:
+    """The state of generators from which the next step draws; ``None`` where it is that of hooks and loaders."""
+    strategy = trainer.strategy
+    return strategy.state_of_steps if isinstance(strategy, DrawsInSteps) else None
 
 
 def splits_layers(trainer: Trainer) -> bool:

@@ -77,6 +77,10 @@ def _answer(command: str) -> None:
         from lightning_parallel.cli.verify import verify
 
         sys.exit(verify(sys.argv[2:]))
+    elif command == "doctor":
+        from lightning_parallel.cli.doctor import doctor
+
+        sys.exit(doctor(sys.argv[2:]))
     elif command == "bench":
         from lightning_parallel.cli.bench import bench
 

@@ -147,12 +147,12 @@ def _pipeline(plan: Plan) -> list[str]:
         of_tensor = plan.tensor.violations if plan.tensor is not None else []
         reasons = [violation for violation in plan.violations if violation not in of_tensor]
         return [f"pipeline={size} is refused", *(f"  {reason}" for reason in reasons)]
-    (stack,) = plan.structure.stacks
+    paths = plan.pipeline.placement.layers
     policy, stages = plan.policies.pipeline, plan.pipeline.stages
     lines = [f"pipeline over {size} ranks, schedule {policy.schedule}, microbatches {policy.microbatches}"]
     for stage, numel in enumerate(plan.pipeline.numel):
         layers = stages.layers_of(stage)
-        ends = f"{stack.layers[layers.start]} to {stack.layers[layers.stop - 1]}"
+        ends = f"{paths[layers.start]} to {paths[layers.stop - 1]}"
         lines.append(f"  stage {stage} on rank {stages.rank_of(stage)} of the pipeline: {ends}, {numel:,} parameters")
     return [*lines, "each boundary of stages: one activation and one gradient a microbatch"]
 

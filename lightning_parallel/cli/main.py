@@ -11,6 +11,7 @@ usage: lightning-parallel COMMAND [options]
   fit | validate | test | predict   run a recipe: --config recipe.yaml --strategy=NAME:option=value,...
   verify                            a recipe under its strategy against one process, on the CPU
   bench                             a recipe under several strategies and on several numbers of devices, timed
+  doctor                            some steps of a recipe, and a report of where their time goes
   explain                           what a recipe's strategy would do to each layer; the options of fit
   inspect CKPT                      what a checkpoint holds, and whether it is intact
   export CKPT --to FORMAT --out P   its weights as safetensors | huggingface | lightning | torch

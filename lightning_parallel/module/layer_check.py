@@ -14,18 +14,18 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel import _torch
 from lightning_parallel.module.layer_run import Gradient, LayerRun, probing
+from lightning_parallel.ranks.meetings import Meetings, RanksPartedError
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Of the largest element. Layers compute parts in fp32 even where all they are given is fp64."""
 _TOLERANCE_OF_HALF = 5e-2
 _SMALLEST = 1e-6
 """The size that a result of zeros is taken to have."""
-_FAILURES = (RuntimeError, AssertionError, IndexError, KeyError, ValueError, TypeError, NotImplementedError)
-"""Errors that a layer may raise on a part of something."""
 _MODES = ((True, True), (False, True), (True, False), (False, False))
 """Whether to compute in fp64, and with gradients, for which a device may have no memory, and a layer no backward."""
 
@@ -76,12 +76,14 @@ class Wording:
         difference: Says what differs, and what to change.
         failure: Says by what error the split layer fails, in one or more sentences.
         elsewhere: Says that another rank knows more.
+        apart: Says that ranks have come to different places, this one to that of the phrase.
     """
 
     name: str
     difference: Callable[[Difference], str]
     failure: Callable[[Exception], Sequence[str]]
     elsewhere: str
+    apart: Callable[[str], str]
 
 
 class LayerCheck:
@@ -93,6 +95,7 @@ class LayerCheck:
         wording: What users are told.
         has_any: Whether any of the ranks has a flag; a collective.
         reduce: From gradients of parameters on this rank to those that training updates with; a collective.
+        group: The ranks that send each other something inside of the split layer, if any do.
 
     Example:
         >>> check = LayerCheck(layer, (args, kwargs), wording=wording, has_any=has_any)
@@ -108,11 +111,13 @@ class LayerCheck:
         wording: Wording,
         has_any: Callable[[bool], bool],
         reduce: Callable[[list[Tensor]], list[Tensor]] = list,
+        group: ProcessGroup | None = None,
     ) -> None:
         self._layer, self._arguments = layer, arguments
         self.wording = wording
-        self._has_any, self._reduce = has_any, reduce
-        self._device = next((leaf.device.type for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)), "cpu")
+        self._has_any, self._reduce, self._group = has_any, reduce, group
+        devices = (leaf.device for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
+        self._device = next(devices, torch.device("cpu"))
         self._doubles = self._has_gradients = True
         self._is_training = torch.is_grad_enabled()
         self.whole: LayerRun | None = None
@@ -184,15 +189,27 @@ class LayerCheck:
             torch.inference_mode(False),
             torch.set_grad_enabled(self._has_gradients),
             _torch.modes.without_dispatch_modes(),
-            probing(self._layer, doubles=self._doubles, device=self._device),
+            probing(self._layer, doubles=self._doubles, device=self._device.type),
         ):
             yield
 
     def _attempt(self, action: Callable[[], Any]) -> tuple[Any, list[str]]:
+        """Do `action`, without waiting for a rank that does something else; returns its result, or violations."""
+        meetings = None if self._group is None else Meetings(self._group, self._device)
+        result, found = None, []
         try:
-            return action(), []
-        except _FAILURES as failure:
-            return None, list(self.wording.failure(failure))
+            with meetings or contextlib.nullcontext():
+                result = action()
+        except RanksPartedError:
+            pass
+        except Exception as failure:
+            found = list(self.wording.failure(failure))
+        if meetings is None:
+            return result, found
+        meetings.close(has_failed=bool(found))
+        if meetings.has_parted and not found:
+            found = [self.wording.elsewhere if meetings.has_failed_elsewhere else self.wording.apart(meetings.place)]
+        return result, found
 
     def _agreed(self, found: list[str]) -> list[str]:
         """Violations on all ranks, or on none."""
@@ -213,8 +230,8 @@ class LayerCheck:
 
     @property
     def _autocast(self) -> torch.dtype | None:
-        is_used = torch.is_autocast_enabled(self._device) and not self._doubles
-        return torch.get_autocast_dtype(self._device) if is_used else None
+        is_used = torch.is_autocast_enabled(self._device.type) and not self._doubles
+        return torch.get_autocast_dtype(self._device.type) if is_used else None
 
     def _warn(self, reason: Exception | None) -> None:
         if self._is_training and not self._has_gradients:

@@ -23,6 +23,8 @@ from lightning_parallel.ranks.dtensors import full_of, local_of
 
 HIDDEN_STATES = "hidden states"
 """The name of what a layer is given first; of a parameter it is the parameter's own."""
+ROUNDING = "rounds_products"
+"""A map with this attribute multiplies in fewer digits than its dtype has, but where it is false."""
 _OTHER = "another argument"
 _NEAR_ZERO = 1e-2
 """A parameter that is smaller all over, such as a branch's gate that begins at zero, hides what is behind it."""
@@ -32,15 +34,16 @@ _NEAR_ZERO = 1e-2
 def probing(layer: nn.Module, *, doubles: bool, device: str) -> Iterator[None]:
     """Let `layer` be run for comparison: without dropout, unseen by whoever counts or recomputes.
 
-    In fp64, what two orders of summation differ by is so small that a real difference, however slight, shows. In place
-    of parameters that are zero or next to it, there are others meanwhile: else a whole branch would go unseen.
+    In fp64, what two orders of summation differ by is so small that a real difference, however slight, shows; maps
+    that round what they multiply do not round it then. In place of parameters that are zero or next to it, there are
+    others meanwhile: else a whole branch would go unseen.
 
     Args:
         layer: The layer; its parameters may be DTensors.
         doubles: Whether to compute in fp64, where the layer can.
         device: The kind of device that it runs on.
     """
-    modes = [Contents(vars(child), lambda name, _: name == "training") for child in layer.modules()]
+    modes = [Contents(vars(child), lambda name, _: name in ("training", ROUNDING)) for child in layer.modules()]
     # A scripted module has no tables that could be changed; one with parameters is refused where layers are compared.
     plain = [child for child in layer.modules() if not isinstance(child, torch.jit.ScriptModule)]
     tables: list[dict[str, Any]] = [child._buffers for child in plain]
@@ -49,6 +52,9 @@ def probing(layer: nn.Module, *, doubles: bool, device: str) -> Iterator[None]:
     copies: dict[int, Any] = {}  # what is tied stays tied
     try:
         layer.eval()
+        for child in layer.modules():
+            if ROUNDING in vars(child):
+                setattr(child, ROUNDING, False)
         for table in tables:
             for name, tensor in table.items():
                 table[name] = copies.setdefault(id(tensor), _copy(tensor, doubles=doubles))

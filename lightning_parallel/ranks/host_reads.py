@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError, asking, line_of_user
 from lightning_parallel.ranks.dtensors import whole_on_host
+from lightning_parallel.ranks.step_reads import is_in_step
 
 INSTEAD = (
     "called on all ranks, full_state_dict(trainer) gives rank 0 the whole weights, trainer.save_checkpoint(path) saves "
@@ -83,7 +84,13 @@ class HostReads:
     @staticmethod
     def is_asked() -> bool:
         """Whether a hook or a script runs an operation on DTensors just now, and no step."""
-        return asking(__name__, _torch.part_operations.__name__) != ""
+        names = (_torch.part_operations.__name__, _torch.whole_operands.__name__, _torch.host_reads.__name__)
+        return asking(__name__, *names) != ""
+
+    @staticmethod
+    def user_code_runs() -> bool:
+        """Whether a step, a hook or a script runs an operation on DTensors just now."""
+        return is_in_step() or HostReads.is_asked()
 
     def _meet(self, mesh: DeviceMesh, placements: Sequence[Placement], form: str, read: str) -> None:
         if mesh.device_type != "cpu":

@@ -89,11 +89,12 @@ class CutStep:
     def run(self, *args: Any) -> Any:
         """Call the user's method on a part of a batch; a stage that is not the last one leaves it early."""
         try:
-            output = self.step(*args)
+            with self._cut.router.side_inputs.carried.noting(is_on=True):
+                output = self.step(*args)
         except StageExit as exit_:
             return exit_.passed
         self._cut.router.check_end()
-        return output
+        return self._cut.router.returned(output)
 
     def run_alone(self, *args: Any) -> Any:
         """Call the user's method on a whole batch, outside of any schedule. A collective if it calls layers."""
@@ -156,7 +157,7 @@ class CutStep:
 
     def joined(self, passed: list[Passed]) -> JoinedOutputs:
         """Join what the last stage has computed for each microbatch."""
-        return JoinedOutputs(passed, self._cut.router.side_inputs.num_passed(self.name, self._last) - 1)
+        return JoinedOutputs(passed, self._cut.router.side_inputs.num_beside(self.name))
 
     def run_stack(self, part: StepPart, batch: Any, args: Any) -> Passed:
         """Run the last stage on a microbatch up to the end of the stack, and leave no trace outside of the layers.
@@ -321,9 +322,9 @@ def foreign_violations(output: Any, logs: StepLogs, metrics: StepMetrics, *, joi
     placeholders = [*placeholders_in(output), *logs.placeholders(), *metrics.placeholders()]
     if not placeholders:
         return []
-    also = "; with loss='batch', what the last layer returns and nothing else of the layers" if joins else ""
+    also = "; with loss='batch', where it has entries for each sample" if joins else ""
     return [
         "what the step returns, logs or gives to a metric depends on something that only another pipeline stage "
-        f"computes (with {name_sources(placeholders) or 'other layers'}): only what the first layer of a stage "
-        f"is given passes from stage to stage{also}. Leave it out, or give schedule='turns' or pipeline=1"
+        f"computes (with {name_sources(placeholders) or 'other layers'}): what operations and layers take passes from "
+        f"stage to stage{also}, and nothing else. Leave it out, or give schedule='turns' or pipeline=1"
     ]

@@ -70,7 +70,7 @@ class MeshStrategy(MeshedStrategy):
         sequence: Whether ranks that share matrix products also split the sequence between branches, so that norms,
             dropout and residuals take memory and time once (Korthikanti et al. 2022).
         context_attention: How ranks that share a sequence share attention: ``"ulysses"`` exchanges positions for heads,
-            ``"ring"`` sends keys and values round (Liu et al. 2023), for any number of heads, without masks.
+            ``"ring"`` sends keys and values round (Liu et al. 2023), for any number of heads.
         precision_policy: Dtypes of gathering and reducing, in place of those that belong to `Trainer(precision=...)`.
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a missing rank; seconds or a timedelta.

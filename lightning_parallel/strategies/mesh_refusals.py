@@ -169,8 +169,6 @@ def _tensor_violations(degrees: Degrees, policies: Policies) -> list[str]:
                 f"reshard={policies.reshard} with tensor={degrees.tensor}: torch cannot keep parameters that are split "
                 "gathered over a part of the ranks; give reshard='always' or 'never'"
             )
-        if policies.layer.float8 not in (None, "none"):
-            found.append(f"float8 with tensor={degrees.tensor} is not available in this version; give one of the two")
         if policies.layer.recompute.startswith("budget"):
             found.append(
                 f"recompute={policies.layer.recompute!r} with tensor={degrees.tensor}: torch's compiler cannot tell "

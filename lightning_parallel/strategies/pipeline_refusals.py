@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_parallel import _torch
 from lightning_parallel.parallelize import Parallelized
-from lightning_parallel.techniques.pipeline.placement import Placement
+from lightning_parallel.techniques.pipeline.placement import Placement, misplaced
 from lightning_parallel.techniques.pipeline.plan import sharing_violations
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy, turn_violations
 from lightning_parallel.techniques.pipeline.stage_plan import balanced
@@ -102,8 +102,13 @@ def misplaced_violations(
         return []
     plan = parallelized.plan.pipeline
     assert plan is not None
-    before = plan.placement.positions
-    names = [name for name, where in placement.positions.items() if where != before[name]]
+    if placement.layers != plan.placement.layers:
+        return [
+            f"{type(module).__name__} calls its layers in another order than it registers them ({placement.layers[0]} "
+            f"before {plan.placement.layers[0]}), and it is too large to be put together and cut again; give layers= "
+            "with the stacks in the order in which they are called"
+        ]
+    names = misplaced(placement.positions, plan.placement.positions, plan.stages)
     if not names and placement.costs is not None:
         stages = list(balanced(placement.costs, plan.stages.num_stages))
         return [

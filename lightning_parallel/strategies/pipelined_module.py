@@ -21,6 +21,8 @@ from lightning_parallel.strategies.cut_step import CutBatch, CutStep
 from lightning_parallel.strategies.loss_choice import LossChoice
 from lightning_parallel.strategies.step_logs import StepLogs
 from lightning_parallel.techniques.gathering import gather_while_running
+from lightning_parallel.techniques.pipeline.call_order import traced_order
+from lightning_parallel.techniques.pipeline.cut import CutStack
 from lightning_parallel.techniques.pipeline.early_draws import EarlyDraws
 from lightning_parallel.techniques.pipeline.execution import evaluation_actions, training_actions
 from lightning_parallel.techniques.pipeline.gradients import GradientsOfStep
@@ -31,9 +33,15 @@ from lightning_parallel.techniques.pipeline.microbatches import (
     batch_size_of,
     cut_batch,
 )
-from lightning_parallel.techniques.pipeline.placement import Placement, corrected, trace_positions
+from lightning_parallel.techniques.pipeline.placement import (
+    Placement,
+    corrected,
+    misplaced,
+    placed_by_registration,
+    trace_positions,
+)
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
-from lightning_parallel.techniques.pipeline.stage_plan import StepCosts, balanced
+from lightning_parallel.techniques.pipeline.stage_plan import balanced
 from lightning_parallel.techniques.pipeline.step_losses import StepLosses, loss_in
 from lightning_parallel.techniques.pipeline.timing import ROUNDS, StepClock, is_worth_moving
 from lightning_parallel.techniques.pipeline.turns import DisorderError
@@ -72,6 +80,9 @@ class PipelinedModule:
         assert parallelized.cut is not None
         self._module = module
         self._cut = parallelized.cut
+        self._stacks = parallelized.plan.structure.stacks
+        self._positions = self._cut.plan.placement.positions
+        self._disorders: dict[str, str] = {}
         self._all_ranks = parallelized.mesh.host_group
         self._steps = steps
         self._device = device
@@ -125,8 +136,10 @@ class PipelinedModule:
             return self._cut_steps[name].run_alone(batch, *args)
         cut = CutBatch(batch, parts, args, size // count)
         cut = replace(cut, joins=self._joins(name, cut))
-        if name in self._choice.disordered:
-            return self._without_schedule(name, self._choice.disordered.pop(name))(batch, *args)
+        if (disorder := self._choice.disordered.pop(name, None)) is not None:
+            placement = self._out_of_order(name, disorder)
+            again = self.run if placement is None else self._place_again(placement)
+            return again(name, batch, *args)
         if name == TRAINING:
             self._steps.settling.end_step()
             cut = replace(cut, seed=_next_seed())
@@ -166,27 +179,53 @@ class PipelinedModule:
 
     def _better_placement(self, name: str, part: Any, args: Any) -> Placement | None:
         """The placement that the first trace of the step shows, if the module has to be cut again. A collective."""
+        if not self._looked_at and len(self._stacks) > 1:
+            layers = self._called_layers(name, part, args)
+            if layers != self._cut.plan.placement.layers:
+                return placed_by_registration(self._module, layers)
         if name not in self._looked_at:
             self._looked_at.add(name)
             if (placement := self._misplaced(name, part, args)) is not None:
                 return placement
         if name == TRAINING and self._cut.plan.policy.stages == "time" and _TIMES not in self._looked_at:
             self._looked_at.add(_TIMES)
-            costs, plan = self._measured(part, args), self._cut.plan.stages
+            plan, step = self._cut.plan.stages, self._cut_steps[TRAINING]
+            clock = StepClock(plan, self._device)
+            with unchanged_generators(self._device), unchanged(self._module), torch.no_grad():
+                _time_layers(clock, step, self._cut, StepLogs(self._module), part, args)
+            self._steps.free_gathered()  # the step that follows looks for the parameters that are to have gradients
+            costs = clock.costs(self._all_ranks)
             if is_worth_moving(costs, plan.counts, balanced(costs, plan.num_stages)):
-                return Placement(self._cut.plan.placement.positions, costs, self._cut.router.side_inputs.by_step)
+                return self._placement(costs=costs)
         return None
+
+    def _placement(self, **news: Any) -> Placement:
+        """The present placement with what traces have shown, and other news."""
+        known = self._cut.router.side_inputs.traced
+        return replace(self._cut.plan.placement, positions=self._positions, known=known, **news)
+
+    def _called_layers(self, name: str, part: Any, args: Any) -> tuple[str, ...]:
+        """The layers of all stacks in the order in which the step calls them; the present order if it shows none."""
+        router, layers = self._cut.router, self._cut.plan.placement.layers
+        with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention():
+            step = functools.partial(self._traced_step, name, part, args)
+            try:
+                return traced_order(self._module, self._stacks, router, layers, step=step) or layers
+            except DisorderError as error:
+                self._disorders[name] = str(error)
+                return layers
 
     def _misplaced(self, name: str, part: Any, args: Any) -> Placement | None:
         """Where parameters are used, unless each stage has what it uses already."""
         is_first = len(self._looked_at) == 1
         router, draws = self._cut.router, EarlyDraws(self._cut.router, self._module)
-        traced, disorder = None, ""
+        traced, disorder = None, self._disorders.pop(name, "")
         with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention(), draws:
             try:
-                traced = trace_positions(self._module, router, name, lambda: self._traced_step(name, part, args))
+                if not disorder:
+                    traced = trace_positions(self._module, router, name, lambda: self._traced_step(name, part, args))
             except DisorderError as error:
-                disorder = str(error).partition(";")[0]
+                disorder = str(error)
         # On one rank that reads, perhaps, by its samples: all of them choose alike.
         found = torch.tensor([draws.found, traced is not None, bool(disorder)], dtype=torch.uint8)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._all_ranks)
@@ -200,52 +239,22 @@ class PipelinedModule:
                 router.check_end()
             self._looked_at.discard(name)  # it may call layers later, as one that does nothing in the sanity check
             return None
+        self._positions = corrected(self._positions, traced, is_first=is_first)
         plan = self._cut.plan
-        positions = corrected(plan.placement.positions, traced, plan.stages, is_first=is_first)
-        return None if positions is None else Placement(positions, plan.placement.costs, router.side_inputs.by_step)
+        return self._placement() if misplaced(self._positions, plan.placement.positions, plan.stages) else None
 
     def _out_of_order(self, name: str, disorder: str) -> Placement | None:
         """Run a step that no schedule fits otherwise: in training stages take turns, another step runs alone."""
-        why = disorder or "another rank has seen that the step calls layers again, or in another order"
+        _tell_disorder(name, disorder)
         if name == TRAINING:
-            rank_zero_info(_TURNS.format(why))
-            return Placement({}, takes_turns=True)
-        rank_zero_info(_RUNS_ALONE.format(why, name))
+            return Placement(self._cut.plan.placement.layers, {}, takes_turns=True)
         self._looked_at.add(_ALONE.format(name))
         return None
 
-    def _without_schedule(self, name: str, disorder: str) -> Callable[..., Any]:
-        placement = self._out_of_order(name, disorder)
-        again = self.run if placement is None else self._place_again(placement)
-        return functools.partial(again, name)
-
     def _traced_step(self, name: str, part: Any, args: Any) -> None:
-        output = self._cut_steps[name].step(part, *args)
+        output = self._cut.router.returned(self._cut_steps[name].step(part, *args))
         if name == TRAINING:
             loss_in(output)
-
-    def _measured(self, part: Any, args: Any) -> StepCosts:
-        """Times of the layers in a training step on a microbatch, without backward. A collective."""
-        clock = StepClock(self._cut.plan.stages, self._device)
-
-        def forward(stage: int, microbatch: int, received: Passed | None) -> Passed | None:
-            torch.clear_autocast_cache()
-            with clock.of_stage(stage), self._cut.router.open(TRAINING, StepPart(stage, received, clock=clock)):
-                output = self._cut_steps[TRAINING].run(part, *args)
-            return output if stage != self._cut.plan.stages.last else None
-
-        actions = evaluation_actions(self._cut.plan.stages, 1, self._rank)
-        with (
-            unchanged_generators(self._device),
-            unchanged(self._module),
-            torch.no_grad(),
-            _torch.attention.slow_attention(),
-        ):
-            for _ in range(ROUNDS):
-                with StepLogs(self._module).of(0):
-                    self._cut_steps[TRAINING].execution(forward).run(actions)
-        self._steps.free_gathered()  # the step that follows looks for the parameters that are to have gradients
-        return clock.costs(self._all_ranks)
 
 
 def loss_scale(precision: Precision) -> float:
@@ -254,9 +263,33 @@ def loss_scale(precision: Precision) -> float:
     return float(scaler.get_scale()) if scaler is not None else 1.0
 
 
+def _time_layers(clock: StepClock, step: CutStep, cut: CutStack, logs: StepLogs, part: Any, args: Any) -> None:
+    """Time the layers in a training step on a microbatch, without backward. A collective."""
+
+    def forward(stage: int, microbatch: int, received: Passed | None) -> Passed | None:
+        torch.clear_autocast_cache()
+        with clock.of_stage(stage), cut.router.open(TRAINING, StepPart(stage, received, clock=clock)):
+            output = step.run(part, *args)
+        return output if stage != cut.plan.stages.last else None
+
+    actions = evaluation_actions(cut.plan.stages, 1, cut.group.rank())
+    with _torch.attention.slow_attention():
+        for _ in range(ROUNDS):
+            with logs.of(0):
+                step.execution(forward).run(actions)
+
+
 def _next_seed() -> int:
     """A number that all ranks of a pipeline draw alike."""
     return int(torch.randint(2**62, ()))
+
+
+def _tell_disorder(name: str, disorder: str) -> None:
+    """Say how a step runs that does not call each layer once, in order, and how it could fit a schedule."""
+    why, _, advice = disorder.partition("; ")
+    why = why or "another rank has seen that the step calls layers again, or in another order"
+    how = _TURNS.format(why) if name == TRAINING else _RUNS_ALONE.format(why, name)
+    rank_zero_info(how + (f". For a schedule, {advice}" if advice.startswith("give layers=") else ""))
 
 
 _TURNS = (

@@ -43,6 +43,8 @@ def add_shard_notes(exception: BaseException, module: nn.Module, units: Sequence
         exception.add_note(f"A sharded parameter met a plain tensor: {_mixed(exception, module, units)}. {_CLIPPING}")
     elif any(each in words for each in _NO_RULES):
         exception.add_note(_NO_RULE)
+    elif _FREED in words:
+        exception.add_note(_FREED_EARLY)
     elif _NOT_USED in words:
         exception.add_note(_NO_GRAPH)
 
@@ -141,12 +143,18 @@ _NO_RULE = (
     "gradient that is sharded. Compute it from whole values (p.full_tensor() or full_state_dict(trainer), everywhere) "
     "or use zero1_custom, where parameters stay whole."
 )
+_FREED_EARLY = (
+    "A gathered parameter was freed before the backward of what was computed with it: the step calls a method of a "
+    "layer other than its forward, or reads its weights, after other calls have gathered them. Name that method in "
+    "forward_methods, or use fsdp_custom or zero1_custom."
+)
 _NO_GRAPH = (
     "torch.autograd.grad is asked for the gradient of what is in no graph here: layers compute with gathered copies of "
     "their shards, and stages of a pipeline with microbatches. Call backward and read .grad, or use zero1_custom, "
     "where parameters stay whole."
 )
 _MIXED = ("mixed torch.Tensor and DTensor", "different mesh")
+_FREED = "storage of size 0"
 _NOT_USED = "appears to not have been used in the graph"
 _NO_RULES = ("Sharding propagation failed", "sharding strategy")
 """Words of torch's errors."""

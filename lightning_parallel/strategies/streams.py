@@ -73,6 +73,11 @@ class RandomStreams:
             self._own = RandomState.take(device)
             shared.restore(device)
 
+    @property
+    def of_steps(self) -> RandomState | None:
+        """The state from which the next step draws; ``None`` outside of training."""
+        return self._own
+
     def end(self) -> None:
         """End this rank's own stream: training has ended."""
         self._own = None

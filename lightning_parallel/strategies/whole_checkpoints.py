@@ -23,6 +23,7 @@ from lightning_parallel.checkpoint.full_state import (
 )
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.memory import host_memory
+from lightning_parallel.ranks.random_streams import RandomState
 from lightning_parallel.strategies.background_saves import Job, form_of
 from lightning_parallel.strategies.checkpoint_files import local_path
 from lightning_parallel.strategies.optimizers import tell_missing_states
@@ -64,6 +65,11 @@ class WholeCheckpointsStrategy(PlannedStrategy):
         # Whether the checkpoint that is being made has the tensors of each rank.
         self._writes_parts = False
         self._staging = Staging()
+
+    @property
+    def state_of_steps(self) -> RandomState | None:
+        """The state of generators from which the next step draws; ``None`` where it is that of hooks and loaders."""
+        return self._streams.of_steps
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

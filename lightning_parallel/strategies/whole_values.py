@@ -17,6 +17,7 @@ from lightning_parallel.ranks.dtensors import sharded_like
 from lightning_parallel.ranks.host_reads import HostReads
 from lightning_parallel.ranks.mesh import Mesh
 from lightning_parallel.ranks.stage_owners import broadcast_object
+from lightning_parallel.ranks.step_reads import StepReads
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -40,6 +41,7 @@ def whole_values(trainer: Trainer, module: LightningModule, mesh: Mesh) -> Itera
         _torch.host_reads.data_of_shards_set(),
         _torch.tensors.data_checked(_check_data) if is_cut else contextlib.nullcontext(),
         _torch.host_reads.reads_intercepted(module, reader, sharded_like),
+        _torch.whole_operands.operands_made_whole(reads.user_code_runs, StepReads(reads.meet).whole, sharded_like),
         _lightning.gradient_norms_read(),
         _logging_whole_values(trainer, module, reads),
     ):

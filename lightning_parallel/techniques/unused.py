@@ -23,8 +23,8 @@ from lightning_parallel.module.unit_order import UnitOrder
 class UnusedParameters:
     """Zeros in the place of missing gradients, removed again where no rank had a gradient.
 
-    A hook on a parameter's gathered form tells the host whether it was used here. The ranks agree on it in host memory,
-    with one byte for each parameter, so no rank waits for its device.
+    Hooks on a parameter's gathered form and on its shard tell the host whether it was used here. The ranks agree on it
+    in host memory, with one byte for each parameter, so no rank waits for its device.
 
     Args:
         units: The sharded units, in their final form.
@@ -52,6 +52,8 @@ class UnusedParameters:
                     self._known.add(sharded)
                     self._watched.append(sharded)
                     gathered.register_post_accumulate_grad_hook(self._note(sharded))
+                    # Code outside of layers, such as a penalty, gives the shard itself a gradient.
+                    sharded.register_post_accumulate_grad_hook(self._note(sharded))
 
     def keep_present(self) -> None:
         """Keep gradients that exist before backward, such as the zeros of `zero_grad(set_to_none=False)`."""

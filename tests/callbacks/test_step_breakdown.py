@@ -16,7 +16,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_parallel import ConfigurationError
-from lightning_parallel.callbacks import StepBreakdown, Throughput, step_breakdown
+from lightning_parallel.callbacks import StepBreakdown, Throughput, metered_steps
 from lightning_parallel.callbacks.fit_summary import GIB, Fit, FitTotals
 from lightning_parallel.callbacks.step_clock import HostClock
 from lightning_parallel.callbacks.step_phases import JOINED, StepPhases
@@ -89,7 +89,7 @@ def broken_down(strategy: str, size: int, make: Any = Slow, microsteps: int = 1)
     readers = 1 if strategy == "auto" else num_readers(strategy, size)
     data = DataLoader(data_of("byte_gpt", 3 * microsteps * 8 * readers, 8), batch_size=8, collate_fn=slow_collate)
     meter = StepBreakdown(every=2)
-    with heard() as said, mock.patch.object(step_breakdown, "build_clock", return_value=Ticks()):
+    with heard() as said, mock.patch.object(metered_steps, "build_clock", return_value=Ticks()):
         trainer_for(strategy, size, callbacks=[meter], accumulate_grad_batches=microsteps).fit(make(), data)
     found = {name.removeprefix("breakdown/"): value for name, value in meter.latest.items() if "breakdown" in name}
     seconds = found.pop("step_seconds")
@@ -137,7 +137,7 @@ def test_slow_parts_are_found_in_their_phases(ranks: Any, name: str, size: int, 
 
 def test_checkpoints_and_other_callbacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(step_breakdown, "build_clock", lambda device: Ticks())
+    monkeypatch.setattr(metered_steps, "build_clock", lambda device: Ticks())
     meter = StepBreakdown(every=2)
     trainer_for("auto", 1, callbacks=[meter, Save()]).fit(ByteGPT(), loader(1, 5))
     assert meter.latest["breakdown/step_seconds"] == pytest.approx(96)
@@ -224,7 +224,7 @@ class Behind(HostClock):
 
 def test_nothing_waits_for_a_device_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, logger = Behind(), Noted("breakdown/")
-    monkeypatch.setattr(step_breakdown, "build_clock", lambda device: clock)
+    monkeypatch.setattr(metered_steps, "build_clock", lambda device: clock)
 
     class Watch(L.Callback):
         def on_train_end(self, *args: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lightning_parallel.callbacks import StepBreakdown, step_breakdown
+from lightning_parallel.callbacks import StepBreakdown, metered_steps
 from lightning_parallel.callbacks.breakdown_windows import straggler
 from lightning_parallel.callbacks.strategy_protocol import waiting_phases
 from tests.data import data_of
@@ -61,7 +61,7 @@ def named_ranks(strategy: str, make: Any, collate: Any = None, microsteps: int =
     samples = 5 * microsteps * 8 * num_readers(strategy, 2)
     data = DataLoader(data_of("byte_gpt", samples, 8), batch_size=8, collate_fn=collate)
     meter = StepBreakdown(every=1)
-    with heard() as said, mock.patch.object(step_breakdown, "build_clock", return_value=Ticks()):
+    with heard() as said, mock.patch.object(metered_steps, "build_clock", return_value=Ticks()):
         trainer_for(strategy, 2, callbacks=[meter], accumulate_grad_batches=microsteps).fit(make(), data)
     return [each for each in said if "is slow" in each]
 

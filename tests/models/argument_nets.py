@@ -270,6 +270,8 @@ FURTHER_NETS: dict[str, type[Case]] = {
     "deep": Deep,
     "twelve": Twelve,
     "uses_the_middle": UsesTheMiddle,
+    "changes_the_condition": ChangesTheCondition,
+    "only_the_last": OnlyTheLast,
     "picky": net(Picky, long_waves),
 }
 """For one of the tests alone."""
@@ -277,7 +279,6 @@ FURTHER_NETS: dict[str, type[Case]] = {
 REFUSED_NETS = {
     "kept": (net(Kept, sizes=SIZES), "changes what layers.0 (Kept) computes"),
     "kept_as_buffers": (net(KeptAsBuffers), "changes what layers.0 (KeptAsBuffers) computes"),
-    "handing_on": (HandingOn, "takes no mask"),  # in a ring
     "mixed_behind_a_gate": (net(MixedBehindAGate), "changes what layers.0 (MixedBehindAGate) computes"),
 }
 

@@ -209,9 +209,36 @@ class NotANumber(Net):
         )
 
 
+class OtherLength(Net):
+    """Cross-attention to a sequence whose length is divisible, but which is padded beside the other one."""
+
+    class Layer(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cross = Attention(is_causal=False)
+
+        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+            return self.cross(super().forward(x), memory)
+
+    lengths = (16, 13)
+
+    def layer(self) -> nn.Module:
+        return self.Layer()
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        self.memory = self.hidden(tokens)
+        return super().loss(tokens)
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.memory)
+        return x
+
+
 RUN: dict[str, type[Case]] = {
     "conditioned": Conditioned,
     "slots": Slots,
+    "other_length": OtherLength,
     "lengths": Lengths,
     "one_token_each": OneTokenEach,
     "as_long_as_a_head": AsLongAsAHead,
@@ -305,32 +332,6 @@ def fewer_queries(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return q[:, :1], k, v
 
 
-class OtherLength(Net):
-    """Cross-attention to a sequence whose length is divisible, but which is padded beside the other one."""
-
-    class Layer(Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cross = Attention(is_causal=False)
-
-        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-            return self.cross(super().forward(x), memory)
-
-    lengths = (16, 13)
-
-    def layer(self) -> nn.Module:
-        return self.Layer()
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        self.memory = self.hidden(tokens)
-        return super().loss(tokens)
-
-    def run(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, self.memory)
-        return x
-
-
 class AddsBetween(Net):
     """Positions are added again behind each layer, as many as there are in the whole sequence."""
 
@@ -363,5 +364,4 @@ REFUSED: dict[tuple[str, str], tuple[type[Case], str]] = {
     ("sums_layers", "both"): (SumsLayers, "which the step or a hook has kept, are parts (8 of 16 positions)"),
     ("leaves_early", "both"): (LeavesEarly, "by layers.0 and left it before the last layer"),
     ("fewer_queries", "ring"): (changed(fewer_queries), "the 2 heads of keys divide, but queries have 1"),
-    ("other_length", "ring"): (OtherLength, "in all of a step, but got another beside 16"),
 }

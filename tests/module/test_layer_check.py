@@ -241,7 +241,7 @@ def describe(difference: Difference) -> str:
     return f"{difference.kind} {difference.part} {difference.name}".strip()
 
 
-WORDING = Wording("layer", describe, lambda error: [f"fails: {error}"], "elsewhere")
+WORDING = Wording("layer", describe, lambda error: [f"fails: {error}"], "elsewhere", lambda place: f"apart at {place}")
 
 
 def compared(

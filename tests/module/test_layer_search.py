@@ -212,7 +212,6 @@ REFUSED = {
     ("hybrid", "cp_custom"): "layers.1 (Mixer) does not call torch's scaled_dot_product_attention",
     ("list_of_lists", SEQUENCE): "sequence=False",  # attention asks for the length before its maps gather
     ("list_of_lists", "cp_custom"): "does not call torch's scaled_dot_product_attention",
-    ("list_of_lists", "pp_custom"): "takes something that only another pipeline stage computes",
     ("pairs_of_branches", SEQUENCE): "sequence=False",
     ("pairs_of_branches", "cp_custom"): "does not call torch's scaled_dot_product_attention",
     ("called_again", "pp_custom"): "called layers.0 after layers.1",

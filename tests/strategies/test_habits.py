@@ -176,7 +176,7 @@ def read_too_late() -> list[str]:
         with mock.patch.object(dist, "is_initialized", return_value=not has_parted):
             try:
                 if is_reading:
-                    float(module.kept[0])
+                    float(module.kept[1].norm())
             except ConfigurationError as error:
                 words.append(str(error))
     return words

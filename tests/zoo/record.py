@@ -30,8 +30,8 @@ SENTENCES = (
     "on a part of the sequence",
     "each rank has a part of the sequence",
     "fails on a part of the sequence",
-    "pipeline=2 cuts one stack of layers",
     "fewer than the 2 stages of pipeline=2",
+    "which only another pipeline stage computes or holds",
     "works layer by layer, and ImageClassifier has no stack of repeated layers",
     "outside of the layer that owns it (a penalty over parameters(), a weight that is used twice), where a pipeline "
     "stage does not have it",

@@ -51,6 +51,11 @@ def wording_for(
         difference=lambda difference: _described(name, difference, sequences.dim),
         failure=failure,
         elsewhere=f"{name}: the check of context parallel failed on another rank; see its message, or give context=1",
+        apart=lambda place: (
+            f"{name}: ranks do not do the same on their parts of the sequence: this one has come to {place}, another "
+            "one has not, and would be waited for. Attention has to be called alike on every part, whatever its "
+            "numbers are; change the layer, or give context=1"
+        ),
     )
 
 

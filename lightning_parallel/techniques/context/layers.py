@@ -275,6 +275,7 @@ class _Part:
             ),
             has_any=functools.partial(sequences.has_any, device=arguments[0][0].device),
             reduce=sequences.averaged,
+            group=sequences.group,
         )
         error = check.run_whole(lambda args, kwargs: forward(*args, **kwargs), inside=lambda: _watched(self))
         if check.whole is None:

@@ -19,6 +19,12 @@ from typing_extensions import override
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.techniques.context.masked_ring import (
+    attend_under_mask,
+    columns_of_mask,
+    mask_violations,
+    rows_of_mask,
+)
 from lightning_parallel.techniques.context.sequences import Sequences
 
 
@@ -40,7 +46,7 @@ def attend(
         query: `[batch, heads, part, dim]`.
         key: `[batch, heads of keys, part, dim]`.
         value: As `key`.
-        attn_mask: Must be ``None``, as a ring takes no mask.
+        attn_mask: `[..., queries, keys]`, of parts or of whole sequences; true where attention is allowed, or added.
         dropout_p: Must be 0.
         is_causal: Whether queries see earlier positions only.
         scale: Factor of the products of queries and keys; by default ``dim ** -0.5``.
@@ -54,25 +60,32 @@ def attend(
     """
     if violations := _violations(sequences, query, key, attn_mask, dropout_p, is_causal):
         raise ConfigurationError(violations)
-    query, key, value = _as_attention_does(query, key, value)
+    mask = None if attn_mask is None else rows_of_mask(sequences, _in_autocast(attn_mask), query)
+    batch = max(each.shape[0] for each in (query, key, value, mask) if each is not None)
+    query, key, value = (_as_attention_does(each, batch) for each in (query, key, value))
     if not sequences.is_part(key.shape[2]):  # whole on every rank already, such as keys of learned slots
         sequences.lengths.taken.add(key.shape[2])
-        return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=enable_gqa)
-    return attend_in_ring(query, key, value, sequences.group, is_causal=is_causal, scale=scale)
+        return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
+    is_padded = key.shape[2] * sequences.num_ranks != sequences.whole_length(key.shape[2])
+    if mask is None and (is_causal or not is_padded):  # under is_causal, padding is later than any query
+        return attend_in_ring(query, key, value, sequences.group, is_causal=is_causal, scale=scale)
+    mask = columns_of_mask(sequences, mask, key)
+    return attend_under_mask(query, key, value, mask, sequences.group, scale=scale)
 
 
-def _as_attention_does(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Bring tensors to the dtype of autocast, one batch size and contiguous memory, as attention itself would.
+def _as_attention_does(states: Tensor, batch: int) -> Tensor:
+    """Bring a tensor to the dtype of autocast, one batch size and contiguous memory, as attention itself would.
 
     Collectives and kernels below work outside of autocast and without broadcasting.
     """
-    tensors = [query, key, value]
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        tensors = [t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t for t in tensors]
-    batch = max(each.shape[0] for each in tensors)
-    return [each.expand(batch, -1, -1, -1).contiguous() for each in tensors]
+    return _in_autocast(states).expand(batch, -1, -1, -1).contiguous()
+
+
+def _in_autocast(tensor: Tensor) -> Tensor:
+    kind = tensor.device.type
+    if torch.is_autocast_enabled(kind) and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor
 
 
 def _violations(
@@ -85,10 +98,9 @@ def _violations(
         return [f"{start} needs queries that are a part of a sequence, but got {query.shape[2]} of them; {instead}"]
     found = []
     if mask is not None:
-        found.append(
-            f"{start} takes no mask, and attention is given one of shape {tuple(mask.shape)}: where it is causal, give "
-            f"is_causal=True; where it is of padding, leave padding out of batches, or {instead}"
-        )
+        found += mask_violations(sequences, mask, query, key)
+        if is_causal:  # torch refuses it, too
+            found.append(f"{start}: attention is given a mask and is_causal=True; give one of the two")
     if dropout:
         found.append(f"{start} has no dropout of attention weights, but dropout_p is {dropout:g}; give 0, or {instead}")
     if query.shape[1] % key.shape[1]:
@@ -96,20 +108,10 @@ def _violations(
             f"{start} needs a number of heads that the {key.shape[1]} heads of keys divide, but queries have "
             f"{query.shape[1]}; {instead}"
         )
-    length, pieces = sequences.whole_length(key.shape[2]), 2 * sequences.num_ranks
     if is_causal and query.shape[2] != key.shape[2]:
         found.append(
             f"{start} needs as many queries as keys under is_causal, but a part has {query.shape[2]} and "
             f"{key.shape[2]}; {instead}"
-        )
-    elif not is_causal and sequences.is_part(key.shape[2]) and key.shape[2] * sequences.num_ranks != length:
-        below = (length - 1) // pieces * pieces
-        found.append(
-            f"{start} without is_causal needs lengths that {pieces} divides (two pieces a rank), but got {length}: "
-            f"give {f'{below} or ' if below else ''}{below + pieces}, or {instead}"
-            if length % pieces
-            else f"{start} without is_causal needs lengths that {pieces} divides in all of a step, but got another "
-            f"beside {length}; {instead}"
         )
     return found
 

@@ -88,6 +88,21 @@ class Sequences:
         whole = gather_from(part, dim, self.group, scale=self.num_ranks)
         return _unfolded(whole, dim, self.num_ranks).narrow(dim, 0, length)
 
+    def in_order_of_ranks(self, whole: Tensor, dim: int, *, local: int, fill: float) -> Tensor:
+        """Reorder `whole` so that the parts of ranks stand one after the other. Not a collective.
+
+        Args:
+            whole: A tensor that is equal on all ranks.
+            dim: The dimension along which parts are taken.
+            local: Their length.
+            fill: What stands in the place of padding.
+        """
+        missing = local * self.num_ranks - whole.shape[dim]
+        if missing:
+            shape = [*whole.shape[:dim], missing, *whole.shape[dim + 1 :]]
+            whole = torch.cat([whole, whole.new_full(shape, fill)], dim)
+        return _folded(whole, dim, self.num_ranks) if self.folds else whole
+
     def share(self, value: Tensor) -> Tensor:
         """Use a whole tensor on every rank: identity forward, mean all-reduce backward."""
         return copy_to(value, self.group, scale=1 / self.num_ranks) if value.requires_grad else value

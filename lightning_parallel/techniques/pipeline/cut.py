@@ -1,4 +1,4 @@
-"""Cutting of a module's stack into the stages of a plan."""
+"""Cutting of a module's layers into the stages of a plan."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ class CutStack:
 
 def cut_stack(
     module: nn.Module,
-    structure: ModuleStructure,
     plan: PipelinePlan | None,
     *,
     group: ProcessGroup | None,
@@ -71,7 +70,6 @@ def cut_stack(
 
     Args:
         module: The whole module; changed in place, but it holds all parameters until `CutStack.release`.
-        structure: Its layer stacks.
         plan: The plan of its stages; with ``None``, nothing is cut.
         group: The ranks that share the stack.
         host_group: The same, for host memory.
@@ -83,10 +81,10 @@ def cut_stack(
         return None
     assert group is not None
     assert host_group is not None
-    layers = [(path, module.get_submodule(path)) for path in structure.layers]
-    router = apply_layer_router(layers, plan.stages, beside=plan.placement.beside)
+    layers = [(path, module.get_submodule(path)) for path in plan.placement.layers]
+    router = apply_layer_router(layers, plan.stages, known=plan.placement.known)
     owners_by_name = hold(module, plan.placement.positions, plan.stages, group=group, host_group=host_group)
-    turns = Turns(plan.stages, structure.layers, group, host_group)
+    turns = Turns(plan.stages, plan.placement.layers, group, host_group)
     if plan.placement.takes_turns:
         router.outside = turns.call
         return CutStack(plan, router, owners_by_name, group, host_group, turns)

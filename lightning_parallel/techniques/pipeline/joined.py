@@ -25,8 +25,9 @@ class JoinedOutputs:
     nothing can read.
 
     Args:
-        parts: For each microbatch, the tensors that the last layer returned, then side inputs of the stage.
-        num_side_inputs: The number of these.
+        parts: For each microbatch, the tensors that the last layer returned, then side inputs of the stage, then what
+            it has kept of its own.
+        num_side_inputs: The number of these, and of what was kept.
     """
 
     def __init__(self, parts: Sequence[Passed], num_side_inputs: int = 0) -> None:
@@ -53,9 +54,14 @@ class JoinedOutputs:
             leaves[place] = self._join(number, leaves[place])
         return tree_unflatten(leaves, spec)
 
-    def side_inputs(self, placeholders: Sequence[Tensor]) -> list[Tensor]:
-        """Return the side inputs of the last stage for the whole batch; `placeholders` have their shapes."""
-        start = self._first_side_input
+    def side_inputs(self, placeholders: Sequence[Tensor], *, after: int = 0) -> list[Tensor]:
+        """Return some of the side inputs of the last stage, and of what it has kept, for the whole batch.
+
+        Args:
+            placeholders: They have the shapes.
+            after: The number of those before them.
+        """
+        start = self._first_side_input + after
         return [self._join(start + number, like) for number, like in enumerate(placeholders)]
 
     def gradients(self) -> PartGradients:

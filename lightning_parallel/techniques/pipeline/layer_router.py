@@ -20,23 +20,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel import _torch
-from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.module.hidden_states import hidden_in, with_hidden
 from lightning_parallel.module.placeholders import (
-    Placeholder,
-    Watch,
-    is_placeholder,
-    name_sources,
-    placeholder_like,
-    placeholders_in,
     placeholders_in_place,
 )
 from lightning_parallel.ranks.random_streams import drawing_from, seed_of_part
+from lightning_parallel.techniques.pipeline.boundary import StageBoundary
 from lightning_parallel.techniques.pipeline.joined import JoinedOutputs
 from lightning_parallel.techniques.pipeline.layer_checkpoints import LayerCheckpoints
+from lightning_parallel.techniques.pipeline.routing_refusals import disorder
 from lightning_parallel.techniques.pipeline.shape_inference import InferredShapes, collecting_hooks
-from lightning_parallel.techniques.pipeline.side_inputs import Beside, SideInputs
+from lightning_parallel.techniques.pipeline.side_inputs import SideInputs, Traced
 from lightning_parallel.techniques.pipeline.stage_plan import BEFORE_THE_STACK, StagePlan
+from lightning_parallel.techniques.pipeline.step_trace import StepTrace
 from lightning_parallel.techniques.pipeline.substitution import Substitutes, SubstitutionMode
 from lightning_parallel.techniques.pipeline.timing import StepClock
 from lightning_parallel.techniques.pipeline.turns import CallOfLayer, DisorderError, run_here
@@ -81,20 +76,22 @@ class LayerRouter:
     Args:
         plan: The layers of each stage.
         paths: The paths of the layers, in order.
-        beside: Side inputs known from traces of an earlier cut.
+        known: What traces of an earlier cut have shown.
     """
 
-    def __init__(self, plan: StagePlan, paths: Sequence[str], beside: Beside | None = None) -> None:
+    def __init__(self, plan: StagePlan, paths: Sequence[str], known: Traced | None = None) -> None:
         self.plan, self._paths = plan, paths
-        self.side_inputs = SideInputs(plan, paths, beside)
         self.position = BEFORE_THE_STACK
+        self.side_inputs = SideInputs(plan, paths, lambda: self.position, known)
         self.outside: CallOfLayer = run_here
         self.is_open = False
-        self._step, self._part = "", StepPart(None)
+        self._part = StepPart(None)
         self._substitutes = Substitutes()
+        self._boundary = StageBoundary("", paths, self.side_inputs, self._substitutes)
         self._mode: SubstitutionMode | None = None
         self._inferred = InferredShapes()
-        self._watch: Watch | None = None
+        self._trace: StepTrace | None = None
+        self._order: list[int] | None = None
         self._checkpoints = LayerCheckpoints()
 
     @contextlib.contextmanager
@@ -109,14 +106,37 @@ class LayerRouter:
         Raises:
             ConfigurationError: From the step, where a stage would need a tensor that another one computes.
         """
-        self._watch = Watch(lambda: self.plan.stage_at(self.position), touch, self._refuse)
+        self._trace = StepTrace(
+            step,
+            self.plan,
+            self._paths,
+            side_inputs=self.side_inputs,
+            substitutes=self._substitutes,
+            where=lambda: (self.position, self.is_in_layer),
+            touch=touch,
+        )
         self._inferred.forget()
         try:
             self.side_inputs.by_step[step] = {}
-            with placeholders_in_place(module, self._watch), self.open(step, StepPart(None)):
+            with placeholders_in_place(module, self._trace.watch), self.open(step, StepPart(None)):
                 yield
         finally:
-            self._watch = None
+            self._trace = None
+            self._inferred.forget()
+
+    @contextlib.contextmanager
+    def in_any_order(self, module: nn.Module) -> Iterator[list[int]]:
+        """Inside this context, a step runs on placeholders only, and its layers are listed in the order of calls.
+
+        Args:
+            module: The module; all its parameters are placeholders inside the context.
+        """
+        self._order = []
+        try:
+            with placeholders_in_place(module), self.open("", StepPart(None)):
+                yield self._order
+        finally:
+            self._order = None
             self._inferred.forget()
 
     @contextlib.contextmanager
@@ -127,22 +147,32 @@ class LayerRouter:
             step: The step's name.
             part: The part.
         """
-        self._step, self._part = step, part
+        self._part, self._boundary = part, StageBoundary(step, self._paths, self.side_inputs, self._substitutes)
         self.position, self.is_open = BEFORE_THE_STACK, True
         opened = self._checkpoints.opened(lambda: self.position == self.plan.num_layers - 1 or self.is_in_layer)
         passes_more = part.stage is None or self.side_inputs.has_any(step)
-        self._mode = SubstitutionMode(self._substitute_outside) if passes_more else None
+        replace = self._substitutes.replace if self._trace is None else self._trace.look_outside
+        self._mode = SubstitutionMode(replace, self._note_outside) if passes_more else None
+        self.side_inputs.carried.begin(step, is_traced=self._trace is not None)
         try:
             with self._mode or contextlib.nullcontext(), opened:
                 yield
         finally:
             self.is_open, self._part, self._mode = False, StepPart(None), None
             self._substitutes.clear()
+            self.side_inputs.carried.end()
 
     @property
     def is_in_layer(self) -> bool:
         """Whether a layer is running on placeholders at the moment."""
         return self._inferred.is_running
+
+    def place(self, places: Sequence[int]) -> int:
+        """The number of the layer that is called now, of the `places` at which it stands in the stack."""
+        # A layer that stands at several places is the next one, if one of these is next.
+        if self._order is not None:
+            return next((place for place in places if place not in self._order), places[0])
+        return self.position + 1 if self.position + 1 in places else places[0]
 
     def has(self, name: str) -> bool:
         """Whether a parameter belongs to a layer of the stack."""
@@ -152,7 +182,17 @@ class LayerRouter:
         """Refuse a step that has returned without calling all layers."""
         if self.position != self.plan.num_layers - 1:
             where = "no layer" if self.position < 0 else f"only the layers up to {self._paths[self.position]}"
-            raise DisorderError([_disorder(f"the step called {where} of the stack")])
+            raise DisorderError([disorder(f"the step called {where} of the stack")])
+
+    def returned(self, output: Any) -> Any:
+        """Return what a step has returned, with what this stage has received in its place; a trace notes its use.
+
+        Args:
+            output: What the step has returned.
+        """
+        if self._trace is not None:
+            self._trace.note(((output,), {}), None)
+        return self._substitutes.replace(output)
 
     def call(
         self, index: int, layer: nn.Module, run: Callable[..., Any], forward: Callable[..., Any], args: Any, kwargs: Any
@@ -170,37 +210,37 @@ class LayerRouter:
         if not self.is_open:
             self.position = index
             return self.outside(index, layer, run, forward, args, kwargs)
+        if self._order is not None:
+            self._order.append(index)
+            return self._hand_on(index, layer, forward, args, kwargs)
         if index != self.position + 1:
             before = self._paths[self.position] if self.position >= 0 else "the beginning of the step"
-            raise DisorderError([_disorder(f"the step called {self._paths[index]} after {before}")])
+            raise DisorderError([disorder(f"the step called {self._paths[index]} after {before}")])
         part = self._part
         if part.stage is None:
-            args, kwargs = self._look_beside(index, args, kwargs)
+            assert self._trace is not None
+            args, kwargs = self._trace.look_at_layer(index, args, kwargs)
             self.position = index
             return self._hand_on(index, layer, forward, args, kwargs)
         if part.joined is not None:
             return self._pass_by(index, layer, forward, args, kwargs, part.joined)
         own = self.plan.layers_of(part.stage)
         if index == own.start and part.received is not None:
-            args, kwargs = self._take(index, part.received, args, kwargs)
+            args, kwargs = self._boundary.take(index, part.received, args, kwargs)
         args, kwargs = self._substitutes.replace((args, kwargs))
         if index == own.stop:
-            passed = (self._check_hidden(index, hidden_in(args, kwargs)), *self._beside(index, args, kwargs))
-            if placeholders := placeholders_in(passed):
-                raise ConfigurationError([self._foreign(index, placeholders)])
-            raise StageExit(passed)
+            raise StageExit(self._boundary.sent(index, args, kwargs))
         self.position = index
         if index < own.start:
             return self._hand_on(index, layer, forward, args, kwargs)
-        if placeholders := placeholders_in((args, kwargs)):
-            raise ConfigurationError([self._foreign(index, placeholders)])
+        self._boundary.check_values(index, (args, kwargs))
         timed = contextlib.nullcontext() if part.clock is None else part.clock.of_layer(index)
         stream = _layer_stream(part.seed, index, is_needed=layer.training and torch.is_grad_enabled())
         with timed, stream, _torch.modes.outside_of(self._mode):  # the arguments are replaced already
             result = self._checkpoints.run(run, args, kwargs)
         if part.leaves_stack and index == self.plan.num_layers - 1:
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            raise StageExit((*tensors, *(part.received or ())[1:]))
+            raise StageExit((*tensors, *(part.received or ())[1:], *self._boundary.kept()))
         return result
 
     def _pass_by(
@@ -208,86 +248,40 @@ class LayerRouter:
     ) -> Any:
         """Hand on the result of a layer of the whole batch."""
         if index == self.plan.layers_of(self.plan.last).start:
-            beside = self._beside(index, args, kwargs)
-            for placeholder, tensor in zip(beside, joined.side_inputs(beside), strict=True):
-                self._substitutes.put(placeholder, tensor)
+            self._boundary.take_joined(index, joined, args, kwargs)
         args, kwargs = self._substitutes.replace((args, kwargs))
         self.position = index
-        return self._hand_on(index, layer, forward, args, kwargs)
+        result = self._hand_on(index, layer, forward, args, kwargs)
+        if index == self.plan.num_layers - 1:
+            self._boundary.take_kept(joined)
+        return result
 
-    # What passes from stage to stage ------------------------------------------------------------------------------
-
-    def _look_beside(self, index: int, args: Any, kwargs: Any) -> Any:
-        """Note which arguments of a layer depend on parameters: if the layer begins a stage, they are side inputs."""
-        hidden, stage = hidden_in(args, kwargs), self.plan.stage_at(index)
-        beside = self.side_inputs.note(self._step, index, hidden, args, kwargs)
-        if index == self.plan.layers_of(stage).start:
-            # From here on, these tensors count as received by this stage.
-            for placeholder in beside if stage else ():
-                if self._substitutes.replace(placeholder).stage != stage - 1:  # stages between would have to pass it on
-                    self._refuse(placeholder)
-                self.side_inputs.check_kind(index, placeholder)
-            for placeholder in (self._check_hidden(index, hidden), *beside):
-                self._substitutes.put(placeholder, placeholder_like(placeholder, watch=self._watch, stage=stage))
-        return self._substitutes.replace((args, kwargs))
-
-    def _take(self, index: int, received: tuple[Tensor, ...], args: Any, kwargs: Any) -> Any:
-        """Put received tensors in place of the arguments of a stage's first layer."""
-        hidden, *beside = received
-        if (placeholder := hidden_in(args, kwargs)) is not None:
-            self._substitutes.put(placeholder, hidden)
-        for placeholder, tensor in zip(self._beside(index, args, kwargs), beside, strict=True):
-            self._substitutes.put(placeholder, tensor)
-        return with_hidden(hidden, args, kwargs)
-
-    def _beside(self, index: int, args: Any, kwargs: Any) -> list[Tensor]:
-        return self.side_inputs.find(self._step, index, args, kwargs)
-
-    def _substitute_outside(self, values: Any) -> Any:
-        """Replace placeholders for operations outside of layers; a trace notes whether there are any."""
-        found = self._substitutes.replace(values)
-        if self._watch is not None and not self.is_in_layer:
-            pairs = zip(tree_leaves(values), tree_leaves(found), strict=True)
-            if any(before is not after for before, after in pairs):
-                self.side_inputs.note_outside(self._step)
-        return found
+    def _note_outside(self, values: Any, result: Any) -> None:
+        if self._trace is not None:
+            self._trace.note(values, result)
+        self.side_inputs.carried.note(result)
 
     def _hand_on(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Infer the layer's result, as placeholders; that of the last one may be known from the microbatches."""
-        result = self._inferred.result(index, layer, forward, args, kwargs, is_on_placeholders=self._watch is not None)
+        result = self._inferred.result(index, layer, forward, args, kwargs, is_on_placeholders=self._part.stage is None)
         if self._part.joined is not None and index == self.plan.num_layers - 1:
             result = self._part.joined.in_place_of(result, self._paths[index])
         for hook in collecting_hooks(layer):
             hook(layer, args, result)
         return result
 
-    def _check_hidden(self, index: int, hidden: Any) -> Tensor:
-        if is_placeholder(hidden) and self._watch is None:
-            raise ConfigurationError([self._foreign(index, [hidden])])
-        return _plain_hidden(self._paths[index], hidden)
-
-    def _foreign(self, index: int, placeholders: list[Placeholder]) -> str:
-        return _foreign(f"{self._paths[index]} is given", placeholders)
-
-    def _refuse(self, placeholder: Placeholder) -> None:
-        where = "the step"
-        if self.position >= 0:
-            begun = self._paths[self.position]
-            where = begun if self.is_in_layer else f"the step, after {begun},"
-        raise ConfigurationError([_foreign(f"{where} takes", [placeholder])])
-
 
 def apply_layer_router(
-    layers: Sequence[tuple[str, nn.Module]], plan: StagePlan, *, beside: Beside | None = None
+    layers: Sequence[tuple[str, nn.Module]], plan: StagePlan, *, known: Traced | None = None
 ) -> LayerRouter:
     """Let the calls of `layers` go through a `LayerRouter`, in place. Names in the state dict stay.
 
     Args:
         layers: All layers of the stack with their paths, in the order in which they run.
         plan: The layers of each stage.
-        beside: Side inputs, if they are known from a trace.
+        known: What passes from stage to stage, if it is known from a trace.
     """
-    router = LayerRouter(plan, [path for path, _ in layers], beside)
+    router = LayerRouter(plan, [path for path, _ in layers], known)
     places: dict[nn.Module, list[int]] = defaultdict(list)
     for index, (_, layer) in enumerate(layers):
         places[layer].append(index)
@@ -303,10 +297,11 @@ def _routing(cls: type[Any], router: LayerRouter, places: Mapping[nn.Module, Seq
     # parameters has to see the received tensors, so that backward gathers them again.
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run, forward = functools.partial(cls.__call__, self), functools.partial(cls.forward, self)
-        # A layer that stands at several places is the next one, if one of these is next.
-        following = router.position + 1
-        index = following if following in places[self] else places[self][0]
-        return router.call(index, self, run, forward, args, kwargs)
+        with router.side_inputs.carried.noting(is_on=False):
+            index = router.place(places[self])
+            result = router.call(index, self, run, forward, args, kwargs)
+        router.side_inputs.carried.note(result, layer=index)
+        return result
 
     return _torch.modules.subclass_calling(cls, call)
 
@@ -318,32 +313,4 @@ def _layer_stream(seed: int | None, index: int, *, is_needed: bool) -> contextli
         contextlib.nullcontext()
         if seed is None or not is_needed
         else drawing_from(seed_of_part(seed, (index + 1) << 20))
-    )
-
-
-def _plain_hidden(path: str, hidden: Any) -> Tensor:
-    if not isinstance(hidden, Tensor) or hidden.is_nested or not hidden.is_floating_point():
-        kind = "a nested tensor" if getattr(hidden, "is_nested", False) else type(hidden).__name__
-        raise ConfigurationError(
-            [
-                f"{path} is given {kind} as its first argument, where a pipeline stage needs the hidden states as one "
-                "plain tensor of floating-point numbers; give schedule='turns' or pipeline=1"
-            ]
-        )
-    return hidden
-
-
-def _foreign(where: str, placeholders: list[Placeholder]) -> str:
-    return (
-        f"{where} something that only another pipeline stage computes (with "
-        f"{name_sources(placeholders) or 'other layers'}): only what the first layer of a stage is given passes from "
-        "stage to stage. Give it to every layer, compute it from the batch alone, without parameters, or give "
-        "schedule='turns' or pipeline=1"
-    )
-
-
-def _disorder(what: str) -> str:
-    return (
-        f"{what}; a pipeline needs every step to call each layer of the stack once, one after the other from the first "
-        "to the last. Name another stack with layers=, or give schedule='turns' or pipeline=1"
     )

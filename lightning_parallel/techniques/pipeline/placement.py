@@ -1,16 +1,16 @@
 """Placement of parameters on the ranks of a pipeline, with placeholders on all other ranks.
 
-A layer's parameters are on its stage. Parameters outside of the stack are on the stage that uses them, which is guessed
-from the order of registration at first, and known from tracing a step before the first one runs. A parameter that
-several stages use (tied weights, parameters of the module itself) is on all of them, and its gradient is the sum of
-theirs.
+A layer's parameters are on its stage. Parameters outside of the layers are on the stage that uses them, which is
+guessed from the order of registration at first, and known from tracing a step before the first one runs. A parameter
+that several stages use (tied weights, parameters of the module itself) is on all of them, and its gradient is the sum
+of theirs.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.errors import ConfigurationError, check
-from lightning_parallel.module.layer_stacks import ModuleStructure, first_names
+from lightning_parallel.module.layer_stacks import first_names
 from lightning_parallel.module.placeholders import PlaceholderReadError, placeholder_parameter
 from lightning_parallel.ranks.stage_owners import StageOwners
 from lightning_parallel.techniques.pipeline.layer_router import LayerRouter, StageExit
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
-from lightning_parallel.techniques.pipeline.side_inputs import Beside
+from lightning_parallel.techniques.pipeline.side_inputs import Traced
 from lightning_parallel.techniques.pipeline.stage_plan import BEFORE_THE_STACK, StagePlan, StepCosts, balanced
 
 Positions = dict[str, frozenset[int]]
@@ -37,77 +37,74 @@ class Placement:
     """Result of tracing one step, by which a module is cut anew.
 
     Args:
+        layers: The paths of the layers of all stacks, in the order in which the step calls them.
         positions: Where in the step each parameter is used.
         costs: The measured costs of layers, if there are any.
-        beside: Side inputs of the layers.
+        known: What passes from stage to stage, if it is known.
         takes_turns: Whether stages take turns (`turns.py`), each of which has all that is outside of the layers.
     """
 
+    layers: tuple[str, ...]
     positions: Positions
     costs: StepCosts | None = None
-    beside: Beside | None = None
+    known: Traced | None = None
     takes_turns: bool = False
 
 
-def positions_by_registration(module: nn.Module, structure: ModuleStructure) -> Positions:
+def placed_by_registration(module: nn.Module, layers: Sequence[str]) -> Placement:
     """Guess where parameters and buffers are used, from the order of registration; tied ones share all places.
 
     Args:
         module: The whole module.
-        structure: Its layer stacks, of which there is one.
+        layers: The paths of the layers of all stacks, in the order in which a step calls them.
     """
-    (stack,) = structure.stacks
-    last = len(stack.layers) - 1
+    last = len(layers) - 1
     found: dict[Tensor, set[int]] = defaultdict(set)
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     order = {path: index for index, (path, _) in enumerate(module.named_modules())}
     first = first_names(module)
     for name, tensor in named:
         path = first[name].rpartition(".")[0]
-        if layers := [i for i, at in enumerate(stack.layers) if path == at or path.startswith(f"{at}.")]:
-            found[tensor].update(layers)
+        if own := [i for i, at in enumerate(layers) if path == at or path.startswith(f"{at}.")]:
+            found[tensor].update(own)
         # A module around the stack may use its own parameters before the stack, after it, or both.
-        elif not path or any(at.startswith(f"{path}.") for at in stack.layers):
+        elif not path or any(at.startswith(f"{path}.") for at in layers):
             found[tensor] |= {BEFORE_THE_STACK, last}
         else:  # what stands between layers, in one container with them, runs where the layer before it has run
-            before = (i for i, at in enumerate(stack.layers) if order[at] < order[path])
+            before = (i for i, at in enumerate(layers) if order[at] < order[path])
             found[tensor].add(max(before, default=BEFORE_THE_STACK))
-    return {name: frozenset(found[tensor]) for name, tensor in named}
+    return Placement(tuple(layers), {name: frozenset(found[tensor]) for name, tensor in named})
 
 
-def placement_in_turns(module: nn.Module, structure: ModuleStructure) -> Placement:
+def placement_in_turns(module: nn.Module, layers: Sequence[str]) -> Placement:
     """Place layers on their stages, and all else on every rank: outside of the layers all ranks compute the same.
 
     Args:
         module: The whole module.
-        structure: Its layer stacks, of which there is one.
+        layers: The paths of the layers of all stacks.
     """
-    (stack,) = structure.stacks
     of_layers: dict[Tensor, set[int]] = defaultdict(set)
-    for index, path in enumerate(stack.layers):
+    for index, path in enumerate(layers):
         layer = module.get_submodule(path)
         for tensor in (*layer.parameters(), *layer.buffers()):
             of_layers[tensor].add(index)
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    everywhere = range(BEFORE_THE_STACK, len(stack.layers))
+    everywhere = range(BEFORE_THE_STACK, len(layers))
     positions = {name: frozenset(of_layers.get(tensor, everywhere)) for name, tensor in named}
-    return Placement(positions, takes_turns=True)
+    return Placement(tuple(layers), positions, takes_turns=True)
 
 
-def plan_stages(
-    module: nn.Module, structure: ModuleStructure, placement: Placement, policy: PipelinePolicy, num_ranks: int
-) -> StagePlan:
-    """Divide the stack of `module` into stages; changes nothing.
+def plan_stages(module: nn.Module, placement: Placement, policy: PipelinePolicy, num_ranks: int) -> StagePlan:
+    """Divide the layers of `module` into stages; changes nothing.
 
     Args:
         module: The whole module.
-        structure: Its layer stacks, of which there is one.
-        placement: Where parameters are used, and the costs of layers.
+        placement: Their order, where parameters are used, and the costs of layers.
         policy: The rules.
-        num_ranks: Ranks that share the stack.
+        num_ranks: Ranks that share the layers.
     """
     if isinstance(policy.stages, str):
-        costs = placement.costs or _parameter_counts(module, structure, placement.positions)
+        costs = placement.costs or _parameter_counts(module, placement)
         if placement.takes_turns:  # every rank has the rest
             costs = StepCosts(costs.layers, 0, 0)
         counts = balanced(costs, policy.num_stages(num_ranks))
@@ -116,14 +113,20 @@ def plan_stages(
     return StagePlan(num_ranks, tuple(accumulate(counts)), is_v=policy.is_v)
 
 
-def _parameter_counts(module: nn.Module, structure: ModuleStructure, positions: Positions) -> StepCosts:
-    (stack,) = structure.stacks
-    sizes = tuple(sum(p.numel() for p in module.get_submodule(path).parameters()) for path in stack.layers)
-    outside: dict[int, int] = defaultdict(int)
+def _parameter_counts(module: nn.Module, placement: Placement) -> StepCosts:
+    inside = tuple(f"{path}." for path in placement.layers)
+    sizes = [sum(p.numel() for p in module.get_submodule(path).parameters()) for path in placement.layers]
+    last = len(sizes) - 1
+    around = {BEFORE_THE_STACK: 0, last: -sizes[last]}
     for name, parameter in module.named_parameters():
-        for position in positions[name]:
-            outside[position] += parameter.numel()
-    return StepCosts(sizes, first=outside[BEFORE_THE_STACK], last=outside[len(sizes) - 1] - sizes[-1])
+        where = placement.positions[name]
+        for position in where & around.keys():
+            around[position] += parameter.numel()
+        # Between layers; what the first or the last stage has anyway is no reason to move a cut.
+        if not where & around.keys() and not name.startswith(inside):
+            for position in where:
+                sizes[position] += parameter.numel()
+    return StepCosts(tuple(sizes), first=around[BEFORE_THE_STACK], last=around[last])
 
 
 def hold(module: nn.Module, positions: Positions, plan: StagePlan, **groups: Any) -> dict[str, StageOwners]:
@@ -237,23 +240,28 @@ def _reading_ends_it(router: LayerRouter) -> Iterator[None]:
         raise _ReadError from None
 
 
-def corrected(before: Positions, traced: Positions, plan: StagePlan, *, is_first: bool) -> Positions | None:
-    """Correct positions by those that a trace found.
+def corrected(before: Positions, traced: Positions, *, is_first: bool) -> Positions:
+    """Correct positions by those that a trace found. They hold for any stages, as they are numbers of layers.
 
     Args:
         before: The positions that are assumed now.
         traced: The positions that the trace found.
-        plan: The stages and their ranks.
-        is_first: Whether `before` is a guess and not from a trace, so that places without a use are dropped.
-
-    Returns:
-        The new positions; ``None`` if every stage already has the parameters that it uses.
+        is_first: Whether `before` is a guess and not from a trace, so that one which is wrong is dropped.
     """
-    merged = {}
-    is_wrong = False
+    found = {}
     for name, where in before.items():
         seen = traced.get(name, frozenset())
-        missing = set(plan.ranks_at(seen)) - set(plan.ranks_at(where)) if seen else set()
-        is_wrong = is_wrong or bool(missing)
-        merged[name] = (seen if is_first else seen | where) if missing else where
-    return merged if is_wrong else None
+        # A guess of more places may be right: a trace ends where the step reads a value.
+        found[name] = seen if is_first and not seen <= where else seen | where
+    return found
+
+
+def misplaced(positions: Positions, placed: Positions, plan: StagePlan) -> list[str]:
+    """Names of parameters that a rank uses and does not hold.
+
+    Args:
+        positions: Where they are used.
+        placed: By which positions they were placed.
+        plan: The stages and their ranks.
+    """
+    return [name for name, where in positions.items() if set(plan.ranks_at(where)) - set(plan.ranks_at(placed[name]))]

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from lightning_parallel.module.layer_stacks import ModuleStructure, Stack
+from lightning_parallel.module.layer_stacks import ModuleStructure
 from lightning_parallel.techniques.pipeline.placement import (
     Placement,
+    placed_by_registration,
     placement_in_turns,
     plan_stages,
-    positions_by_registration,
 )
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy, stack_length_violations
 from lightning_parallel.techniques.pipeline.shape_inference import collecting_hooks
@@ -20,12 +20,12 @@ from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Plan for cutting the one stack of a module.
+    """Plan for cutting the layers of a module.
 
     Args:
         policy: The rules by which it is cut.
         stages: The layers of each stage, and its rank.
-        placement: Where in a step each parameter is used, and the costs of layers, if they are known.
+        placement: The order of layers, where in a step each parameter is used, and costs, if they are known.
         numel: For each stage, the number of elements of its parameters.
     """
 
@@ -35,18 +35,21 @@ class PipelinePlan:
     numel: tuple[int, ...]
 
     def local(self, structure: ModuleStructure, rank: int) -> ModuleStructure:
-        """Describe the part of `structure` on one rank of the pipeline: a stack for each of its stages.
+        """Describe the part of `structure` on one rank of the pipeline: for each of its stages, a part of each stack.
 
-        Modules outside of the stack are no units, because a step may be left while they run.
+        Modules outside of the layers are no units, because a step may be left while they run.
 
         Args:
             structure: The layer stacks of the whole module.
             rank: The rank on the pipeline axis.
         """
-        (stack,) = structure.stacks
-        layers = [self.stages.layers_of(stage) for stage in self.stages.stages_of(rank)]
-        stages = tuple(replace(stack, layers=tuple(stack.layers[i] for i in indices)) for indices in layers)
-        return replace(structure, stacks=stages, large=())
+        parts = []
+        for stage in self.stages.stages_of(rank):
+            own = [self.placement.layers[i] for i in self.stages.layers_of(stage)]
+            of_stacks = [tuple(layer for layer in own if layer in stack.layers) for stack in structure.stacks]
+            pairs = zip(structure.stacks, of_stacks, strict=True)
+            parts += [replace(stack, layers=layers) for stack, layers in pairs if layers]
+        return replace(structure, stacks=tuple(parts), large=())
 
     def absent(self, rank: int) -> frozenset[str]:
         """Names of the parameters and buffers that a rank of the pipeline does not hold."""
@@ -67,16 +70,16 @@ def plan_pipeline(
 
     Args:
         module: The whole module.
-        structure: Its layer stacks, of which there is one.
+        structure: Its layer stacks. Each takes what the one before it has returned, or is called after it.
         policy: The rules.
-        num_ranks: Ranks that share the stack.
+        num_ranks: Ranks that share the layers.
         placement: The result of tracing a step; by default, the order of registration decides.
         takes_turns: Whether stages take turns, where there is no such result.
     """
-    if placement is None and takes_turns:
-        placement = placement_in_turns(module, structure)
-    placement = placement or Placement(positions_by_registration(module, structure))
-    stages = plan_stages(module, structure, placement, policy, num_ranks)
+    if placement is None:
+        placed = placement_in_turns if takes_turns else placed_by_registration
+        placement = placed(module, structure.layers)
+    stages = plan_stages(module, placement, policy, num_ranks)
     numel = [0] * stages.num_stages
     for name, parameter in module.named_parameters():
         for stage in {stages.stage_at(position) for position in placement.positions[name]}:
@@ -84,35 +87,16 @@ def plan_pipeline(
     return PipelinePlan(policy, stages, placement, tuple(numel))
 
 
-def cut_violations(module: nn.Module, structure: ModuleStructure, policy: PipelinePolicy, num_ranks: int) -> list[str]:
-    """Reasons why the layers of `module` cannot be cut into stages over `num_ranks` ranks; empty if they can.
+def cut_violations(structure: ModuleStructure, policy: PipelinePolicy, num_ranks: int) -> list[str]:
+    """Reasons why layers cannot be cut into stages over `num_ranks` ranks; empty if they can.
 
     Args:
-        module: The whole module.
-        structure: Its layer stacks.
+        structure: The layer stacks of a module.
         policy: The rules.
-        num_ranks: Ranks that share the stack.
+        num_ranks: Ranks that share the layers.
     """
-    if len(structure.stacks) == 1:
-        stack = structure.stacks[0]
-        return stack_length_violations(policy, num_ranks, len(stack.layers), stack.path)
-    long = [s for s in structure.stacks if not stack_length_violations(policy, num_ranks, len(s.layers), s.path)]
-    # One that trains, the longest, and of equal ones the last: what a decoder is given of an encoder passes on.
-    longest = max(reversed(long), key=lambda stack: (_trains(module, stack), len(stack.layers)), default=None)
-    stacks = ", ".join(f"{stack.path} ({len(stack.layers)} layers)" for stack in structure.stacks)
-    start = f"pipeline={num_ranks} cuts one stack of layers, and {type(module).__name__} has {len(structure.stacks)}: "
-    if longest is None:
-        most = max(len(stack.layers) for stack in structure.stacks) // policy.stages_per_rank
-        return [f"{start}{stacks}. None has a layer for each stage; give pipeline={most or 1} or less"]
-    return [
-        f"{start}{stacks}. Name the one to cut, such as layers={longest.path}: the others stay whole on the stage that "
-        "calls them, and what they return passes from stage to stage; or give pipeline=1"
-    ]
-
-
-def _trains(module: nn.Module, stack: Stack) -> bool:
-    parameters = (p for layer in stack.layers for p in module.get_submodule(layer).parameters())
-    return any(parameter.requires_grad for parameter in parameters)
+    paths = [stack.path for stack in structure.stacks]
+    return stack_length_violations(policy, num_ranks, len(structure.layers), paths)
 
 
 def sharing_violations(module: nn.Module, structure: ModuleStructure) -> list[str]:

@@ -172,24 +172,25 @@ def turn_violations(policy: PipelinePolicy, because: str) -> list[str]:
     ]
 
 
-def stack_length_violations(policy: PipelinePolicy, num_ranks: int, num_layers: int, path: str) -> list[str]:
-    """Reasons why a stack of `num_layers` layers cannot be cut as `policy` says; empty if it can.
+def stack_length_violations(policy: PipelinePolicy, num_ranks: int, num_layers: int, paths: Sequence[str]) -> list[str]:
+    """Reasons why `num_layers` layers cannot be cut as `policy` says; empty if they can.
 
     Args:
         policy: The rules.
-        num_ranks: Ranks that share the stack.
-        num_layers: The number of layers.
-        path: The path of the stack, for messages.
+        num_ranks: Ranks that share them.
+        num_layers: The number of layers of all stacks together.
+        paths: The paths of the stacks, for messages.
     """
+    have = f"{' and '.join(paths)} {'has' if len(paths) == 1 else 'have together'}"
     stages = policy.num_stages(num_ranks)
     if not isinstance(policy.stages, str) and sum(policy.stages) != num_layers:
         return [
-            f"stages={list(policy.stages)} are {sum(policy.stages)} layers, but {path} has {num_layers}; give {stages} "
+            f"stages={list(policy.stages)} are {sum(policy.stages)} layers, but {have} {num_layers}; give {stages} "
             f"numbers with sum {num_layers}, or 'auto'"
         ]
     if num_layers < stages:
         return [
-            f"{path} has {num_layers} layers, fewer than the {stages} stages of pipeline={num_ranks} with "
+            f"{have} {num_layers} layers, fewer than the {stages} stages of pipeline={num_ranks} with "
             f"{policy.stages_per_rank} on each rank; give pipeline={num_layers // policy.stages_per_rank or 1} or less"
         ]
     return []

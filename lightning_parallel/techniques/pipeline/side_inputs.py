@@ -1,8 +1,12 @@
-"""Side inputs: arguments of layers beside hidden states that depend on parameters, and are sent from stage to stage."""
+"""Side inputs: tensors beside hidden states that depend on parameters, and are sent from stage to stage.
+
+They are arguments of the first layer of a stage, and what is carried past it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.placeholders import is_placeholder
+from lightning_parallel.techniques.pipeline.carried import Carried, CarriedResults
 from lightning_parallel.techniques.pipeline.execution import MOST_DIMS, PASSED_DTYPES
 from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
 
@@ -19,22 +24,44 @@ _OUTSIDE = -1
 """Key in the place of a layer's number: operations outside of layers take received tensors."""
 
 
+@dataclass(frozen=True)
+class Traced:
+    """Findings of the traces of steps, which hold for any stages.
+
+    Args:
+        beside: Arguments of layers.
+        carried: Results that pass layers by.
+    """
+
+    beside: Beside
+    carried: Carried
+
+
 class SideInputs:
     """Side inputs of the layers, as traces of steps have shown them.
 
     Args:
         plan: The layers of each stage.
         paths: The paths of the layers, in order.
+        position: Returns where in a step a run is.
         known: Side inputs from traces of an earlier cut.
     """
 
-    def __init__(self, plan: StagePlan, paths: Sequence[str], known: Beside | None = None) -> None:
-        self.by_step: Beside = dict(known or {})
+    def __init__(
+        self, plan: StagePlan, paths: Sequence[str], position: Callable[[], int], known: Traced | None = None
+    ) -> None:
+        self.by_step: Beside = dict(known.beside if known is not None else {})
+        self.carried = CarriedResults(plan, position, None if known is None else known.carried)
         self._plan, self._paths = plan, paths
+
+    @property
+    def traced(self) -> Traced:
+        """The findings of traces so far."""
+        return Traced(self.by_step, self.carried.by_step)
 
     def has_any(self, step: str) -> bool:
         """Whether a step has side inputs."""
-        return any(self.by_step.get(step, {}).values())
+        return any(self.by_step.get(step, {}).values()) or bool(self.carried.by_step.get(step))
 
     def num_passed(self, step: str, stage: int) -> int:
         """Count the tensors that a stage receives in a step, hidden states included.
@@ -43,7 +70,16 @@ class SideInputs:
             step: The step's name.
             stage: The stage's number.
         """
-        return 1 + len(self.by_step.get(step, {}).get(self._plan.layers_of(stage).start, ()))
+        start = self._plan.layers_of(stage).start
+        return 1 + len(self.by_step.get(step, {}).get(start, ())) + self.carried.num_crossing(step, start)
+
+    def num_beside(self, step: str) -> int:
+        """Count the tensors that the last stage has received in a step, or keeps of its own, beside hidden states.
+
+        Args:
+            step: The step's name.
+        """
+        return self.num_passed(step, self._plan.last) - 1 + self.carried.num_kept(step)
 
     def note(self, step: str, index: int, hidden: Any, args: Any, kwargs: Any) -> list[Any]:
         """Note, in a trace, which arguments of a layer were computed with parameters.
@@ -70,7 +106,7 @@ class SideInputs:
         self.by_step[step][_OUTSIDE] = (0,)
 
     def find(self, step: str, index: int, args: Any, kwargs: Any) -> list[Tensor]:
-        """Find the side inputs among the arguments of a layer.
+        """Find the side inputs with which a stage begins: arguments of its first layer, then what is carried past it.
 
         Args:
             step: The step's name.
@@ -79,7 +115,7 @@ class SideInputs:
             kwargs: Those by name.
 
         Raises:
-            ConfigurationError: If the layer is given other arguments than in the trace.
+            ConfigurationError: If the layer is given other arguments than in the trace, or the step computes others.
         """
         leaves = tree_leaves((args, kwargs))
         places = self.by_step.get(step, {}).get(index, ())
@@ -93,7 +129,7 @@ class SideInputs:
                     "passes from stage to stage; give the same in each step, or schedule='turns' or pipeline=1"
                 ]
             )
-        return found
+        return found + self.carried.crossing(index)
 
     def check_kind(self, index: int, placeholder: Any) -> None:
         """Refuse a tensor that cannot be sent to the stage of a layer.

@@ -29,7 +29,9 @@ class Substitutes:
         self._pairs[id(placeholder)] = placeholder, tensor
 
     def replace(self, values: Any) -> Any:
-        """Copy nested containers, with placeholders replaced."""
+        """Copy nested containers, with placeholders replaced; without any, they are the same."""
+        if not self._pairs:
+            return values
         return tree_map(lambda value: self._pairs[id(value)][1] if id(value) in self._pairs else value, values)
 
     def clear(self) -> None:
@@ -42,13 +44,17 @@ class SubstitutionMode(TorchFunctionMode):
 
     Args:
         replace: From nested arguments to the same with replacements.
+        note: Called with the arguments of an operation before they were replaced, and its result.
     """
 
-    def __init__(self, replace: Callable[[Any], Any]) -> None:
+    def __init__(self, replace: Callable[[Any], Any], note: Callable[[Any, Any], None]) -> None:
         super().__init__()
-        self._replace = replace
+        self._replace, self._note = replace, note
 
     @_torch.modes.part_of_graphs_only
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = self._replace((args, kwargs or {}))
-        return func(*args, **kwargs)
+        given = (args, kwargs or {})
+        args, kwargs = self._replace(given)
+        result = func(*args, **kwargs)
+        self._note(given, result)
+        return result

@@ -44,6 +44,7 @@ def check_layer(layer: nn.Module, split: SplitLayer, function: Callable[..., Any
         region.whole_arguments(args, kwargs),
         wording=wording,
         has_any=functools.partial(_has_any, split.flow.peers),
+        group=split.flow.mesh.get_group(),
     )
 
     def run(args: Any, kwargs: Any) -> Any:
@@ -169,6 +170,10 @@ def _wording(name: str, maps: _MapsRun) -> Wording:
             f"{name} fails when its linear maps are split over ranks{maps.take()}: {_first_line(error)}; {_REMEDY}"
         ],
         elsewhere=f"{name} differs on another rank when it is split; {_REMEDY}",
+        apart=lambda place: (
+            f"{name}: ranks do not do the same when its linear maps are split: this one has come to {place}, another "
+            f"one has not, and would be waited for; {_REMEDY}"
+        ),
     )
 
 

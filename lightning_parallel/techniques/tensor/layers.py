@@ -16,7 +16,7 @@ from lightning_parallel.module.hidden_states import Lengths
 from lightning_parallel.module.kv_cache import without_fresh_cache
 from lightning_parallel.module.layer_search import joined_behind_each
 from lightning_parallel.techniques.tensor.comparison import check_layer
-from lightning_parallel.techniques.tensor.maps import split_maps
+from lightning_parallel.techniques.tensor.maps import Products, split_maps
 from lightning_parallel.techniques.tensor.plan import TensorPlan
 from lightning_parallel.techniques.tensor.regions import ReplicatedRegion, SequenceRegion
 from lightning_parallel.techniques.tensor.split_layer import Flow, SplitLayer
@@ -29,6 +29,7 @@ def apply_tensor(
     *,
     peers: ProcessGroup,
     sequence: bool = False,
+    products: Products | None = None,
 ) -> list[Lengths]:
     """Split the linear maps of the layers over `mesh`, in place: their parameters become DTensors. Names stay.
 
@@ -39,6 +40,7 @@ def apply_tensor(
         mesh: One axis: the ranks that share a matrix product.
         peers: All ranks that hold these layers, a group for host memory.
         sequence: Whether each rank has a part of the positions between branches.
+        products: Says how the parts of maps multiply; as `nn.Linear` does, if left out.
 
     Returns:
         For each stack, the lengths of sequences that are split; empty without `sequence`.
@@ -62,7 +64,8 @@ def apply_tensor(
                 else ReplicatedRegion(group)
             )
             split = SplitLayer(path, flow, region, lengths[number] if sequence else None)
-            _split_layer(layer, roles, split, parameters)
+            split_maps(layer, roles, split, parameters, products=products)
+            _split_layer(layer, roles, split)
     return lengths
 
 
@@ -82,10 +85,7 @@ def _settings(layer: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def _split_layer(
-    layer: nn.Module, roles: dict[str, str], split: SplitLayer, parameters: dict[nn.Parameter, nn.Parameter]
-) -> None:
-    split_maps(layer, roles, split, parameters)
+def _split_layer(layer: nn.Module, roles: dict[str, str], split: SplitLayer) -> None:
     if split.lengths is not None:
         parents = dict.fromkeys(name.rpartition(".")[0] for name, role in roles.items() if role == "colwise")
         for parent in (layer.get_submodule(name) for name in parents if name):

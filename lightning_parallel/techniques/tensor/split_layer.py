@@ -19,6 +19,9 @@ from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.techniques.tensor.attention import HeadSplit
 from lightning_parallel.techniques.tensor.regions import ReplicatedRegion
 
+Product = Callable[[Tensor, Tensor], Tensor]
+"""From `[..., inputs]` and a weight `[outputs, inputs]` to `[..., outputs]`."""
+
 
 class Flow:
     """Kind of the tensors between maps, local tensors or DTensors, chosen once for layers that compute alike.

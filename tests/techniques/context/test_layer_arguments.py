@@ -25,10 +25,6 @@ from tests.rank_pool import RankError
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("strategy", ["tp_custom", "cp_custom", "cp_custom:context_attention=ring", "pp_custom"])
 def test_equal_to_one_process(ranks: Any, name: str, strategy: str) -> None:
-    if "ring" in strategy and name == "masked":
-        pytest.skip("a ring takes no mask: see the refusals in test_ring.py")
-    if "ring" in strategy and name == "handing_on":
-        pytest.skip("refused, see below")
     if (name, strategy) == ("decoder", "pp_custom"):
         strategy = "pp_custom:layers=layers"
     assert worst(ranks(2).run(trained, name, strategy, 2)[0], expected(name)) < TOLERANCE
@@ -92,10 +88,8 @@ def refusal(name: str, attention: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("name", "attention"),
-    [*((name, "ring") for name in REFUSED_NETS), *((name, "ulysses") for name in REFUSED_NETS if name != "handing_on")],
-)
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+@pytest.mark.parametrize("name", REFUSED_NETS)
 def test_positions_that_a_part_cannot_know_are_refused(ranks: Any, name: str, attention: str) -> None:
     message = ranks(2).run(refusal, name, attention)[0]
     assert REFUSED_NETS[name][1] in message, message

@@ -23,7 +23,6 @@ from tests.models.tables import CONTEXT_MODULES
 from tests.parity import TOLERANCE, largest, make_trainer, reference, train, worst
 
 RING = "context_attention=ring"
-MASKED = ("bert", "padded_encoder")
 
 # Attention by itself ------------------------------------------------------------------------------------------------
 
@@ -122,7 +121,7 @@ def test_switches_of_the_process_are_put_back(ranks: Any) -> None:
 # Modules ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [name for name in CONTEXT_MODULES if name not in (*MASKED, "vit")])
+@pytest.mark.parametrize("case", CONTEXT_MODULES)
 def test_sequences_over_two_ranks(ranks: Any, case: str) -> None:
     expected = reference(case)
     assert worst(ranks(2).run(train, case, "adamw", f"cp_custom:{RING}", 2, 1)[0], expected) < TOLERANCE
@@ -231,13 +230,6 @@ def refusal(case: str, strategy: str, num_ranks: int) -> str:
 @pytest.mark.parametrize(
     ("case", "strategy", "words"),
     [
-        ("bert", f"cp_custom:{RING}", "takes no mask, and attention is given one of shape (8, 1, 16, 16)"),
-        ("padded_encoder", f"cp_custom:{RING}", "takes no mask"),
-        (
-            "vit",
-            f"cp_custom:{RING}",
-            "needs lengths that 4 divides (two pieces a rank), but got 17: give 16 or 20",
-        ),
         ("dropout", f"cp_custom:{RING}", "no dropout of attention weights, but dropout_p is 0.25"),
         ("byte_gpt", f"fsdp_custom:{RING}", "context_attention='ring' is for context > 1, but context=1"),
         ("byte_gpt", "cp_custom:context_attention=tree", "'tree' is not known; possible: ulysses, ring"),

@@ -10,7 +10,7 @@ from lightning import seed_everything
 from lightning_parallel import ConfigurationError, build_strategy
 from tests.data import batches
 from tests.jobs.argument_nets import expected, trained
-from tests.models.argument_nets import ChangesTheCondition, Complicated, ConditionedToTheEnd, OnlyTheLast
+from tests.models.argument_nets import Complicated, ConditionedToTheEnd
 from tests.models.cases import Case
 from tests.parity import TOLERANCE, make_trainer, train_module, worst
 
@@ -59,11 +59,15 @@ def refused_pipeline(module: type[Case], strategy: str, num_ranks: int) -> str:
     return ""
 
 
+@pytest.mark.parametrize(("name", "size"), [("changes_the_condition", 2), ("only_the_last", 4)])
+def test_what_passes_layers_by(ranks: Any, name: str, size: int) -> None:
+    """Between two layers of its stage, and past a stage whose layers are not given it."""
+    assert worst(ranks(size).run(trained, name, "pp_custom", size)[0], expected(name)) < TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("module", "strategy", "size", "words"),
     [
-        (ChangesTheCondition, "pp_custom", 2, ["after layers.2, takes something that only another", "side.weight"]),
-        (OnlyTheLast, "pp_custom", 4, ["that only another pipeline stage computes (with side.weight)", "every layer"]),
         (Complicated, "pp_custom", 2, ["layers.2 is given a tensor of torch.complex64 with 2 dimensions", "float32"]),
     ],
 )

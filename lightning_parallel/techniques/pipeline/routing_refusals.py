@@ -1,0 +1,58 @@
+"""Words with which a step that cannot be cut into stages is refused, by what its layers are given and when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.module.placeholders import Placeholder, name_sources
+
+
+def plain_hidden(path: str, hidden: Any) -> Tensor:
+    """Return the hidden states that a layer is given, if they can be sent.
+
+    Args:
+        path: The path of the layer.
+        hidden: What it is given.
+
+    Raises:
+        ConfigurationError: For anything other than a plain tensor of floating-point numbers.
+    """
+    if not isinstance(hidden, Tensor) or hidden.is_nested or not hidden.is_floating_point():
+        kind = "a nested tensor" if getattr(hidden, "is_nested", False) else type(hidden).__name__
+        raise ConfigurationError(
+            [
+                f"{path} is given {kind} as its first argument, where a pipeline stage needs the hidden states as one "
+                "plain tensor of floating-point numbers; give schedule='turns' or pipeline=1"
+            ]
+        )
+    return hidden
+
+
+def foreign(where: str, placeholders: list[Placeholder]) -> str:
+    """Say that a stage needs what only another one has.
+
+    Args:
+        where: What needs it, with a verb.
+        placeholders: What stands in its place.
+    """
+    return (
+        f"{where} something that only another pipeline stage computes (with "
+        f"{name_sources(placeholders) or 'other layers'}), and that was not sent: what passes from stage to stage is "
+        "what operations and layers, by their arguments, have taken in the first step. Take the same in each step, "
+        "compute it from the batch alone, without parameters, or give schedule='turns' or pipeline=1"
+    )
+
+
+def disorder(what: str) -> str:
+    """Say that a step does not go through the layers.
+
+    Args:
+        what: What it does.
+    """
+    return (
+        f"{what}; a pipeline needs every step to call each layer of the stack once, one after the other from the first "
+        "to the last. Name another stack with layers=, or give schedule='turns' or pipeline=1"
+    )
