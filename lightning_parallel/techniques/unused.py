@@ -52,8 +52,9 @@ class UnusedParameters:
                     self._known.add(sharded)
                     self._watched.append(sharded)
                     gathered.register_post_accumulate_grad_hook(self._note(sharded))
-                    # Code outside of layers, such as a penalty, gives the shard itself a gradient.
-                    sharded.register_post_accumulate_grad_hook(self._note(sharded))
+                    # Code outside of layers, such as a penalty, gives the shard itself a gradient. A hook behind the
+                    # accumulation FSDP2 would call, too, where it sets the gradient that it has reduced.
+                    sharded.register_hook(self._note(sharded))
 
     def keep_present(self) -> None:
         """Keep gradients that exist before backward, such as the zeros of `zero_grad(set_to_none=False)`."""

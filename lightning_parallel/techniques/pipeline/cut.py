@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from lightning_parallel import _torch
 from lightning_parallel.module.layer_stacks import ModuleStructure
 from lightning_parallel.ranks.stage_owners import StageOwners, tag_owners
 from lightning_parallel.techniques.pipeline.layer_router import LayerRouter, apply_layer_router
@@ -51,8 +52,9 @@ class CutStack:
         release(module, self.owners_by_name, device)
 
     def is_in_schedule(self) -> bool:
-        """Whether stages run parts of a step at the moment, in the order of a schedule."""
-        return self.router.is_open
+        """Whether stages run parts of a step at the moment, in the order of a schedule, or backward of one."""
+        # Backward calls again what the user has checkpointed outside of the layers, on its own stage only.
+        return self.router.is_open or _torch.autograd.is_in_backward()
 
     def tag(self, module: nn.Module) -> None:
         """Tag the parameters with their owners, so that norms and checkpoints are those of the whole module."""
