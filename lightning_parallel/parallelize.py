@@ -27,7 +27,12 @@ from lightning_parallel.techniques.compiling import apply_compile
 from lightning_parallel.techniques.context.layers import apply_context
 from lightning_parallel.techniques.deferred_init.record import InitRecord
 from lightning_parallel.techniques.float8 import PartProducts, apply_float8
-from lightning_parallel.techniques.gathering import gather_around_parts, gather_in_method, gather_in_steps
+from lightning_parallel.techniques.gathering import (
+    gather_around_parts,
+    gather_in_method,
+    gather_in_steps,
+    gather_outside_of_schedule,
+)
 from lightning_parallel.techniques.offload import build_offload_policy
 from lightning_parallel.techniques.pipeline.cut import CutStack, cut_stack
 from lightning_parallel.techniques.recompute import apply_recompute, parse_recompute
@@ -167,9 +172,7 @@ def parallelize(
     with Snapshot(module) as sharding:
         shards = plan.sharding[0 if cut is None else cut.group.rank()]
         _shard(module, shards, policies, mesh, device, init)
-        if cut is None:  # a pipeline gathers around each microbatch instead
-            gather_in_steps(module, shards.units, policies.step_methods)
-            gather_around_parts(module, shards.units, except_in=_opaque_layers(structure, policies, mesh))
+        _gather(module, plan, shards.units, structure, mesh, cut)
         for method in policies.forward_methods:
             gather_in_method(module, shards.units, method)
         if cut is not None:
@@ -181,6 +184,22 @@ def parallelize(
         current.__dict__.update(vars(own))  # marks that code reads, such as `parameter.no_weight_decay`
     module.__dict__[_KEY] = result
     return result
+
+
+def _gather(
+    module: nn.Module,
+    plan: Plan,
+    units: Sequence[str],
+    structure: ModuleStructure,
+    mesh: Mesh,
+    cut: CutStack | None,
+) -> None:
+    """Gather parameters in steps and in calls of parts; a pipeline's schedule gathers around each microbatch."""
+    if cut is not None and cut.turns is None:
+        gather_outside_of_schedule(module, units, plan.structure.layers, cut.is_in_schedule)
+        return
+    gather_in_steps(module, units, plan.policies.step_methods)
+    gather_around_parts(module, units, except_in=_opaque_layers(structure, plan.policies, mesh))
 
 
 def _opaque_layers(structure: ModuleStructure, policies: Policies, mesh: Mesh) -> tuple[str, ...]:

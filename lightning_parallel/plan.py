@@ -20,12 +20,13 @@ from lightning_parallel.module.recorded_calls import LayerCall
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.techniques.float8 import unfitting_violations
-from lightning_parallel.techniques.pipeline.placement import Placement
+from lightning_parallel.techniques.pipeline.placement import Placement, placement_in_turns
 from lightning_parallel.techniques.pipeline.plan import (
     PipelinePlan,
     cut_violations,
     hooked_layers_violations,
     plan_pipeline,
+    sharing_violations,
 )
 from lightning_parallel.techniques.pipeline.schedules import pipeline_violations
 from lightning_parallel.techniques.recompute import statistics_violations
@@ -121,7 +122,9 @@ def build_plan(module: nn.Module, degrees: Degrees, policies: Policies) -> Plan:
         found = pipeline_violations(policies.pipeline, size) or cut_violations(structure, policies.pipeline, size)
         violations += found
         if not found:
-            plan = replace(plan, pipeline=plan_pipeline(module, structure, policies.pipeline, size))
+            pipeline = plan_pipeline(module, structure, policies.pipeline, size, takes_turns=policies.takes_turns)
+            plan = replace(plan, pipeline=pipeline)
+            violations += sharing_violations(module, structure) if policies.takes_turns else []
     violations += _after_cutting(module, plan)
     # Units of a plan that is refused are not used, and finding them may fail for the same reasons.
     plan = replace(plan, violations=tuple(violations))
@@ -148,6 +151,8 @@ def cut_again(plan: Plan, module: nn.Module, placement: Placement) -> Plan:
         placement: Where the traced step used each parameter, and the measured times if there are any.
     """
     assert plan.pipeline is not None
+    if placement.takes_turns:
+        placement = placement_in_turns(module, placement.layers)
     size = plan.pipeline.stages.num_ranks
     pipeline = plan_pipeline(module, plan.structure, plan.policies.pipeline, size, placement)
     plan = replace(plan, pipeline=pipeline)

@@ -74,6 +74,11 @@ class Policies:
     shows_gradients: bool = False
     optimizer_in_backward: bool = False
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether stages of a pipeline take turns: backward and updates inside of a step are not those of a part."""
+        return self.backward_in_step or self.pipeline.takes_turns
+
     def with_updates(self, accumulation_sync: str, *, in_backward: bool) -> Policies:
         """These rules, and those by which gradients are reduced and used.
 

@@ -24,8 +24,11 @@ from lightning_parallel.step_hooks import StepHooks
 from lightning_parallel.techniques.accumulation import GradientReduction, ZeroGrad
 from lightning_parallel.techniques.buffer_sync import BufferSync
 from lightning_parallel.techniques.local_update import LocalUpdate, is_elementwise
-from lightning_parallel.techniques.pipeline.gradients import sum_shared_gradients
+from lightning_parallel.techniques.pipeline.gradients import GradientsOfSharers, sum_shared_gradients
+from lightning_parallel.techniques.pipeline.settling import Settling
+from lightning_parallel.techniques.pipeline.stage_buffers import StageBuffers
 from lightning_parallel.techniques.pipeline.step_losses import MicrobatchWeights
+from lightning_parallel.techniques.pipeline.turns import check_loss
 from lightning_parallel.techniques.replicate import reduce_gradients
 from lightning_parallel.techniques.sharding import reshard_units
 from lightning_parallel.techniques.step_writes import StepWrites
@@ -229,6 +232,19 @@ class Steps(StepHooks):
 class PipelinedSteps(Steps):
     """Steps that run forward and backward inside the step, microbatch by microbatch."""
 
+    def __init__(self, module: nn.Module, parallelized: Parallelized, **options: Any) -> None:
+        super().__init__(module, parallelized, **options)
+        assert parallelized.cut is not None
+        self._cut = parallelized.cut
+        self.settling = Settling()
+
+    @property
+    def batch_unit(self) -> int:
+        """The number of samples of which batches are to be multiples, so that all have as many microbatches."""
+        plan = self._cut.plan
+        count = plan.policy.microbatches
+        return 2 * plan.stages.num_stages if count == "auto" else int(count)
+
     microbatch_weights: MicrobatchWeights | None = None
     """The weights of the losses of microbatches, where a callback has any."""
 
@@ -263,3 +279,55 @@ class PipelinedSteps(Steps):
     @override
     def after_backward(self) -> None:
         self._reduction.after_backward()
+
+
+class TurnSteps(Steps):
+    """Steps of a module whose stages take turns: each rank runs them once, on the whole batch."""
+
+    def __init__(self, module: nn.Module, parallelized: Parallelized, **options: Any) -> None:
+        super().__init__(module, parallelized, **options)
+        cut = parallelized.cut
+        assert cut is not None
+        assert cut.turns is not None
+        self._turns = cut.turns
+        num_ranks = cut.group.size()
+        of_layers = {n: owners for n, owners in cut.owners_by_name.items() if len(owners.ranks) < num_ranks}
+        self._stage_buffers = StageBuffers(module, of_layers, cut.host_group)
+        named = list(module.named_parameters())
+        self._sharers = GradientsOfSharers([p for name, p in named if cut.turns.is_in_layer(name)])
+        self._outside = [p for name, p in named if not cut.turns.is_in_layer(name)]
+        self._groups = cut.group, cut.host_group
+
+    @override
+    def begin(self) -> None:
+        super().begin()
+        self._stage_buffers.note()
+
+    @override
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        with self._turns.opened(), super().forward():
+            yield
+
+    @override
+    def after_forward(self) -> None:
+        super().after_forward()
+        self._stage_buffers.share()
+
+    @override
+    def after_evaluation(self) -> None:
+        super().after_evaluation()
+        self._stage_buffers.share()
+
+    @override
+    def before_backward(self, loss: Tensor) -> None:
+        check_loss(loss)
+        self._sharers.set_aside()
+        super().before_backward(loss)
+
+    @override
+    def after_backward(self) -> None:
+        super().after_backward()
+        # The same on all ranks, but for rounding: some kernels of a GPU add in another order each time.
+        reduce_gradients(self._outside, *self._groups)
+        self._sharers.join()

@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from lightning_parallel import _lightning
 from lightning_parallel.callbacks.size_search import largest_fitting
-from lightning_parallel.callbacks.strategy_protocol import cuts_batches, num_local_processes, refuse
-from lightning_parallel.callbacks.trials import TrainingState, isolated, run_steps
-from lightning_parallel.errors import check
+from lightning_parallel.callbacks.strategy_protocol import SettlesCut, cuts_stack, num_local_processes, refuse
+from lightning_parallel.callbacks.trials import TrainingState, isolated, run_steps, settled
+from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.ranks.memory import peak_memory, reset_peak_memory, usable_memory
 from lightning_parallel.techniques.sharding import abandon_step
 
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 _OUT_OF_MEMORY = 2**62
+_ALONE = (
+    "{0}={1} ran out of memory on a rank of a pipeline, for which the others wait within the step; give "
+    "BatchSizeFinder(maximum={2}) or a smaller memory_limit"
+)
 
 
 class BatchSizeFinder(Callback):
@@ -93,7 +97,7 @@ class BatchSizeFinder(Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             self._is_restored = False
             self._num_ranks = trainer.world_size
-            self._refuse(trainer, _use_violations(trainer, pl_module, self._attribute))
+            refuse(trainer, _use_violations(trainer, pl_module, self._attribute))
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -118,17 +122,19 @@ class BatchSizeFinder(Callback):
         self._loaded_sizes = {}
         try:
             start, maximum = self._bounds(trainer)
+            unit, state = settled(trainer, state, start, self._load)
             size, self.peaks = largest_fitting(
                 lambda size: self._trial(trainer, state, size),
                 start=start,
                 maximum=maximum,
                 budget=limit * (1 - self._margin),
+                unit=unit,
             )
             if size and math.inf in self.peaks.values():
                 self._trial(trainer, state, size)  # uses up gradients that the failed step left unreduced
         finally:
-            _lightning.drop_loaders(trainer)
-        self._refuse(trainer, self._misfit(size, limit))
+            _end_trials(trainer)
+        refuse(trainer, self._misfit(size, limit))
         self.batch_size = size
         lightning_setattr(pl_module, self._attribute, size)
         if is_scheduled:
@@ -137,9 +143,6 @@ class BatchSizeFinder(Callback):
             f"BatchSizeFinder: {self._attribute}={size} on each of {trainer.world_size} ranks; peak "
             f"{_gib(self.peaks[size])} of {_gib(limit)} ({self._margin:.0%} are left free)"
         )
-
-    def _refuse(self, trainer: Trainer, violations: list[str]) -> None:
-        refuse(trainer, violations)
 
     def _misfit(self, size: int, limit: int) -> list[str]:
         if size:
@@ -167,8 +170,7 @@ class BatchSizeFinder(Callback):
         maximum = min(self._maximum, max(shares, default=self._maximum))
         if isinstance(trainer.val_check_interval, int) and trainer.check_val_every_n_epoch is not None:
             maximum //= trainer.val_check_interval  # Lightning wants that many batches in an epoch
-        maximum = max(1, maximum)
-        return min(self._start, maximum), maximum
+        return min(self._start, max(1, maximum)), max(1, maximum)
 
     def _load(self, trainer: Trainer, size: int) -> None:
         lightning_setattr(trainer.lightning_module, self._attribute, size)
@@ -179,7 +181,7 @@ class BatchSizeFinder(Callback):
         self._loaded_sizes[size] = sizes
         for other, others in self._loaded_sizes.items():
             if sizes and sizes == others and 2 * min(size, other) <= max(size, other):
-                self._refuse(
+                refuse(
                     trainer,
                     [
                         f"train_dataloader() makes batches of {sizes[0]} for {self._attribute}={other} and for "
@@ -192,6 +194,7 @@ class BatchSizeFinder(Callback):
         """The peak of the rank that takes most, the same on all ranks; infinite where one ran out of memory."""
         garbage_collection_cuda()
         device, module = trainer.strategy.root_device, trainer.lightning_module
+        _forget_batches(trainer)  # else only some of the trials would try where losses are to be computed
         self._measure(device)
         peak = _OUT_OF_MEMORY
         with isolated(trainer):
@@ -202,13 +205,15 @@ class BatchSizeFinder(Callback):
             except RuntimeError as error:
                 if not is_oom_error(error):
                     raise
+                if cuts_stack(trainer):
+                    raise ConfigurationError([_ALONE.format(self._attribute, size, max(1, size // 2))]) from error
             if peak == _OUT_OF_MEMORY:
                 abandon_step(module)
             _lightning.drop_loaders(trainer)
         state.restore()
         agreed = _largest(trainer, peak)
         if agreed == _OUT_OF_MEMORY and isinstance(trainer.strategy.model, DistributedDataParallel):
-            self._refuse(
+            refuse(
                 trainer,
                 [
                     f"{self._attribute}={size} ran out of memory, and DDP cannot go on after that; give "
@@ -222,13 +227,25 @@ class BatchSizeFinder(Callback):
         before = list(trainer.optimizers)
         trainer.strategy.setup_optimizers(trainer)
         if any(new is old for new, old in zip(trainer.optimizers, before, strict=True)):
-            self._refuse(
+            refuse(
                 trainer,
                 [
                     "configure_optimizers asks for the number of steps, which the batch size changes, but returns an "
                     "optimizer that was made before; make the optimizer there"
                 ],
             )
+
+
+def _end_trials(trainer: Trainer) -> None:
+    """Drop what trials have made."""
+    _lightning.drop_loaders(trainer)
+    _forget_batches(trainer)
+
+
+def _forget_batches(trainer: Trainer) -> None:
+    """Let a pipeline begin as with the first batch."""
+    if isinstance(steps := getattr(trainer.strategy, "steps", None), SettlesCut):
+        steps.settling.forget()
 
 
 def _memory_limit(trainer: Trainer) -> int:
@@ -276,11 +293,6 @@ def _use_violations(trainer: Trainer, module: LightningModule, attribute: str) -
         found.append(
             "loaders were passed to fit(), so no attribute changes their batch size; define train_dataloader() in the "
             "module or in a datamodule"
-        )
-    if cuts_batches(trainer):
-        found.append(
-            "BatchSizeFinder under pipeline > 1 is not possible: what a rank holds depends on the microbatches, and "
-            "the first step may move parameters between stages; give the batch size"
         )
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         found.append("fast_dev_run runs a batch of whatever size; leave BatchSizeFinder out there")

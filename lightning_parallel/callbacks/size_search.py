@@ -9,7 +9,7 @@ _REFINEMENTS = 4
 
 
 def largest_fitting(
-    trial: Callable[[int], float], *, start: int, maximum: int, budget: float
+    trial: Callable[[int], float], *, start: int, maximum: int, budget: float, unit: int = 1
 ) -> tuple[int, dict[int, float]]:
     """The largest size whose peak is within `budget`, and the peaks of all trials; 0 if no size is.
 
@@ -20,11 +20,17 @@ def largest_fitting(
         start: The first size to try.
         maximum: The largest.
         budget: Bytes that a peak may have.
+        unit: Of which sizes are multiples; the least of them is tried even if it is above `maximum`.
 
     Example:
         >>> largest_fitting(lambda size: 100 + 7 * size, start=2, maximum=8192, budget=1000)[0]
         128
     """
+    if unit > 1:
+        most = max(1, maximum // unit)
+        least = min(-(-start // unit), most)
+        count, found = largest_fitting(lambda units: trial(units * unit), start=least, maximum=most, budget=budget)
+        return count * unit, {units * unit: peak for units, peak in found.items()}
     size, peaks = start, {start: trial(start)}
     while peaks[size] > budget and size > 1:
         size //= 2

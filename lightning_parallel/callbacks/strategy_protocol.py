@@ -18,6 +18,8 @@ from lightning_parallel.techniques.recompute import Recompute, parse_recompute
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+    from lightning_parallel.techniques.pipeline.settling import Settling
+
 
 class Pausable(Protocol):
     """A comparison of steps that can be paused."""
@@ -93,6 +95,17 @@ class WeighsParts(Protocol):
     """Counts the tokens of a part, for its weight; ``None`` where all have the same."""
 
 
+@runtime_checkable
+class SettlesCut(Protocol):
+    """The calls around the steps of a strategy whose first training step may cut the module otherwise."""
+
+    settling: Settling
+
+    @property
+    def batch_unit(self) -> int:
+        """The number of samples of which batches are to be multiples, so that all have as many parts."""
+
+
 def refuse(trainer: Trainer, violations: Sequence[str]) -> None:
     """Raise a ConfigurationError with all `violations`, in words on rank 0 only where the strategy can do that.
 
@@ -114,6 +127,12 @@ def cuts_batches(trainer: Trainer) -> bool:
     """Whether the batch of a rank runs in parts."""
     strategy = trainer.strategy
     return isinstance(strategy, PlannedSteps) and strategy.cuts_batches
+
+
+def cuts_stack(trainer: Trainer) -> bool:
+    """Whether ranks have other layers than others, and wait for each other within a step."""
+    strategy = trainer.strategy
+    return isinstance(strategy, PlansModules) and strategy.degrees.pipeline != 1
 
 
 def weigh_parts(trainer: Trainer, weights: Any) -> None:
@@ -159,7 +178,7 @@ def waiting_phases(trainer: Trainer) -> frozenset[str] | None:
     collective, and Lightning lets all ranks wait for rank 0 before each batch, in ``other``.
     """
     strategy = trainer.strategy
-    if cuts_batches(trainer):
+    if cuts_stack(trainer):
         return None
     waiting = {"backward", "checkpoint"}
     if not has_whole_replicas(trainer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_parallel import _lightning
-from lightning_parallel.callbacks.strategy_protocol import PlannedSteps, replica_devices
+from lightning_parallel.callbacks.strategy_protocol import PlannedSteps, SettlesCut, replica_devices
 from lightning_parallel.module.object_state import CONTAINERS, Numbers, ObjectState
 from lightning_parallel.ranks.dtensors import local_of
 from lightning_parallel.ranks.random_streams import RandomState
@@ -103,20 +103,52 @@ class TrainingState:
         module.zero_grad(set_to_none=True)
         reshard_units(module)
         self._numbers.restore()
+        self.restore_around()
         for parameter, trainable in self._trainable:
             parameter.requires_grad_(trainable)
-        for attributes in self._attributes:
-            attributes.restore(keeps_new=True)
-        for child in module.modules():
-            if isinstance(child, Metric):
-                child.reset()
         for each, schedule in zip(trainer.lr_scheduler_configs, self._schedulers, strict=True):
             each.scheduler.load_state_dict(copy.deepcopy(schedule))
         for optimizer, (state, groups) in zip(trainer.optimizers, self._optimizers, strict=True):
             _restore_optimizer(optimizer, state, groups)
         trainer.precision_plugin.load_state_dict(copy.deepcopy(self._precision))
+
+    def restore_around(self) -> None:
+        """Put back what steps change around parameters, buffers and optimizers: attributes, metrics, random numbers."""
+        for attributes in self._attributes:
+            attributes.restore(keeps_new=True)
+        for child in self._module.modules():
+            if isinstance(child, Metric):
+                child.reset()
         for device, numbers in self._random:
             numbers.restore(device)
+
+
+def settled(
+    trainer: Trainer, state: TrainingState, start: int, load: Callable[[Trainer, int], None]
+) -> tuple[int, TrainingState]:
+    """Let the first step of a pipeline cut the module as it has to be, before any is measured.
+
+    Args:
+        trainer: The trainer.
+        state: The state before.
+        start: The first number of samples.
+        load: Makes the loader for a number of samples.
+
+    Returns:
+        The number of samples of which batches are to be multiples, and the state to come back to.
+    """
+    steps = getattr(trainer.strategy, "steps", None)
+    if not isinstance(steps, SettlesCut):
+        return 1, state
+    unit = steps.batch_unit
+    with isolated(trainer):
+        with steps.settling.settled():
+            load(trainer, -(-start // unit) * unit)
+            run_steps(trainer, 1)
+        _lightning.drop_loaders(trainer)
+    state.restore_around()
+    is_in_parts = isinstance(getattr(trainer.strategy, "steps", None), SettlesCut)
+    return unit if is_in_parts else 1, TrainingState(trainer)
 
 
 def _is_plain(name: str, value: Any) -> bool:

@@ -16,6 +16,9 @@ from torch.distributed import ProcessGroup
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.ranks.random_streams import drawing_from, seed_of_part
 
+ENDS_LAYER = "_lightning_parallel_ends_layer"
+"""Attribute of a node of autograd's graph that hands on what a layer has returned."""
+
 
 @dataclass
 class Lengths:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_parallel import _torch
-from lightning_parallel.errors import ConfigurationError, asking, line_of_user
+from lightning_parallel.errors import ConfigurationError, asking, is_asked_by_user, line_of_user
 from lightning_parallel.ranks.host_reads import INSTEAD, at
 
 _READING = ("_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select")
@@ -154,11 +154,13 @@ class Placeholder(Tensor):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """The gradient, a placeholder too, where a hook of the user asks; optimizers and the like find none.
+        """The gradient, a placeholder too, where a hook or step of the user asks; optimizers and the like find none.
 
         Without it, a norm or a check over all gradients would be that of this rank's stages, and say nothing of it.
         """
-        if self.watch is not None or not (self.requires_grad and asking(__name__) == "hook"):
+        if self.watch is not None or not self.requires_grad:
+            return None
+        if asking(__name__) != "hook" and not is_asked_by_user(__name__):
             return None
         return Placeholder(self.meta, self.device, self.sources, held_by=self.held_by)
 
@@ -305,15 +307,15 @@ def _read(read: str, sources: frozenset[str], held_by: frozenset[int]) -> str:
     return (
         f"{read} {at(line_of_user())} needs the value of {_named(sources)}, which only {_holder(held_by)} computes or "
         "holds. In a step, a value can only be looked at after the last layer, with what comes out of "
-        f"it; in a hook, {INSTEAD}; else give pipeline=1"
+        f"it, or with schedule='turns'; in a hook, {INSTEAD}; else give pipeline=1"
     )
 
 
 def _written(sources: frozenset[str], held_by: frozenset[int]) -> str:
     return (
         f"the code {at(line_of_user())} writes what {_holder(held_by)} computes or holds (with "
-        f"{_named(sources)}) into a tensor of this rank. To clip gradients, give the Trainer gradient_clip_val; else "
-        "give pipeline=1"
+        f"{_named(sources)}) into a tensor of this rank. To clip gradients, give the Trainer gradient_clip_val, "
+        "or call self.clip_gradients where the module optimizes manually; else give pipeline=1"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,29 @@ def drawing_from(seed: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def drawing_aside(part: int) -> Iterator[Callable[[], bool]]:
+    """Let torch draw from a seed that the present stream gives here; the stream itself stays where it is.
+
+    Args:
+        part: A number that tells parts of the same stream apart, such as that of a layer.
+
+    Returns:
+        A context, which gives a function that says whether any number was drawn in it.
+    """
+    state = torch.get_rng_state()
+    seed = pass_number()
+    torch.set_rng_state(state)
+    with drawing_from(seed_of_part(seed, part + 1 << 20)):
+        before = _torch_states()
+        yield lambda: any(not torch.equal(a, b) for a, b in zip(before, _torch_states(), strict=True))
+
+
+def pass_number() -> int:
+    """Draw a number, with which the stream of the host goes on."""
+    return int(torch.randint(2**62, ()))
+
+
 def seed_of_part(seed: int, part: int) -> int:
     """Return the seed for one of several parts (data ranks, microbatches, parts of a sequence) that share a seed.
 
@@ -139,6 +162,12 @@ def _used_accelerator() -> torch.device | None:
     if not torch.get_device_module(accelerator).is_initialized():
         return None
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _torch_states() -> list[Tensor]:
+    device = _used_accelerator()
+    own = [] if device is None else [torch.get_device_module(device).get_rng_state(device)]
+    return [torch.get_rng_state(), *own]
 
 
 def _seed_torch(seed: int) -> None:

@@ -96,6 +96,10 @@ class CutStep:
         self._cut.router.check_end()
         return self._cut.router.returned(output)
 
+    def run_alone(self, *args: Any) -> Any:
+        """Call the user's method on a whole batch, outside of any schedule. A collective if it calls layers."""
+        return self.own(*args)
+
     def execute(self, actions: tuple[Action, ...], batch: CutBatch, losses: StepLosses | None) -> Any:
         """Run `actions` on a batch, and return the step's output for all of it, on every rank. A collective.
 
@@ -270,7 +274,7 @@ def _noting_samples(batch: CutBatch, state: WrittenState | None) -> Iterator[Non
             error.add_note(
                 f"Up to the last layer, a pipeline runs the step on {batch.part_size} samples at a time, while "
                 f"{first_of(kept)} of an earlier step has those of all {num_samples}. Put it into the batch, use it "
-                "behind the layers, or give pipeline=1"
+                "behind the layers, or give schedule='turns' or pipeline=1"
             )
         raise
 
@@ -322,5 +326,5 @@ def foreign_violations(output: Any, logs: StepLogs, metrics: StepMetrics, *, joi
     return [
         "what the step returns, logs or gives to a metric depends on something that only another pipeline stage "
         f"computes (with {name_sources(placeholders) or 'other layers'}): what operations and layers take passes from "
-        f"stage to stage{also}, and nothing else. Leave it out, or give pipeline=1"
+        f"stage to stage{also}, and nothing else. Leave it out, or give schedule='turns' or pipeline=1"
     ]

@@ -16,20 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
-from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.module.differences import first_of, value_difference
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.ranks.random_streams import unchanged_generators
 from lightning_parallel.steps import PipelinedSteps
 from lightning_parallel.strategies.cut_step import CutBatch, CutStep, foreign_violations
+from lightning_parallel.strategies.loss_points import Tried, moved, tolerance_of
 from lightning_parallel.strategies.step_logs import StepLogs
 from lightning_parallel.strategies.step_metrics import StepMetrics
 from lightning_parallel.techniques.pipeline.cut import CutStack
@@ -39,6 +36,7 @@ from lightning_parallel.techniques.pipeline.layer_router import StepPart
 from lightning_parallel.techniques.pipeline.microbatches import IGNORED, has_uneven_entries
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
 from lightning_parallel.techniques.pipeline.step_losses import MicrobatchWeights, loss_in
+from lightning_parallel.techniques.pipeline.turns import DisorderError
 from lightning_parallel.techniques.sharding import leave_forward
 
 if TYPE_CHECKING:
@@ -57,6 +55,7 @@ class Trial:
         logged: The name of the logged value that these are, where losses agree.
         ignored: Labels that its losses leave out.
         written: Buffers and attributes that the step writes into, once for each time that it runs.
+        is_disordered: Whether it calls layers again, or in another order.
     """
 
     impossible: str = ""
@@ -66,6 +65,7 @@ class Trial:
     logged: str = ""
     ignored: tuple[int, ...] = ()
     written: tuple[str, ...] = ()
+    is_disordered: bool = False
 
 
 class LossChoice:
@@ -90,6 +90,8 @@ class LossChoice:
         self._module, self._cut, self._all_ranks, self._device, self._steps = module, cut, all_ranks, device, steps
         self._joins: dict[str, bool] = {}
         self._is_final: set[str] = set()
+        self.disordered: dict[str, str] = {}
+        """Name of a step that no schedule fits -> why."""
         self._ignored = {IGNORED}
         self._num_steps = 0
 
@@ -131,7 +133,9 @@ class LossChoice:
         unequal = next((trial for trial in trials if not trial.is_equal), None)
         written = next((trial.written for trial in trials if trial.written), ())
         equal = next((trial for trial in trials if trial.whole is not None), None)
-        if impossible:
+        if any(trial.is_disordered for trial in trials):
+            self.disordered[name] = impossible.partition(";")[0]
+        elif impossible:
             self._settle(name, joins=False)
             way = _MICROBATCH if is_training else _EVALUATION.format(name)
             rank_zero_info(f"{way}, which is {_EXACT}; on the whole batch it cannot run: {impossible}")
@@ -213,16 +217,17 @@ class _Rest:
 
     def compared(self, passed: list[Passed]) -> Trial:
         """Compare the loss of microbatches together with the mean of theirs."""
-        own, other = self._losses(passed), self._losses([_moved(part) for part in passed])
+        own, other = self._losses(passed), self._losses([moved(part) for part in passed])
         if isinstance(own, Exception):
-            return Trial((str(own).splitlines() or [type(own).__name__])[0])
+            reason = (str(own).splitlines() or [type(own).__name__])[0]
+            return Trial(reason, is_disordered=isinstance(own, DisorderError))
         # A loss may not be defined at the other point, such as an entropy of no probability.
         pairs = [own] if isinstance(other, Exception) else [own, other]
         finite = [pair for pair in pairs if pair and all(map(math.isfinite, pair))]
         written = tuple(self._written)
         if not finite:
             return Trial(written=written) if not own else Trial(whole=own[0], mean=own[1], is_equal=False)
-        tolerance = _tolerance(passed)
+        tolerance = tolerance_of(passed)
         unequal = [(whole, mean) for whole, mean, most in finite if abs(whole - mean) > tolerance * most]
         if not unequal and self._logged_otherwise is not None:
             return self._logged_otherwise
@@ -251,7 +256,7 @@ class _Rest:
         if not self._has_loss:
             return ()
         if self._weights is None and self._logged_otherwise is None:
-            self._logged_otherwise = _logged_otherwise(together, apart, _tolerance(passed))
+            self._logged_otherwise = _logged_otherwise(together, apart, tolerance_of(passed))
         mean = sum(loss * count for loss, count in each if count) / (sum(count for _, count in each) or 1.0)
         return whole, mean, max([abs(whole), *(abs(loss) for loss, count in each if count)])
 
@@ -261,7 +266,7 @@ class _Rest:
         joined, state = self._step.joined(passed), self._step.state_outside_of_layers()
         counting = contextlib.nullcontext(lambda: 1.0) if self._weights is None else self._weights.counting(batch)
         # Each run begins with what the step before has left, and not with what another run has.
-        with unchanged(self._module), counting as count, _Tried(self._ignored):
+        with unchanged(self._module), counting as count, Tried(self._ignored):
             output = self._step.run_rest(joined, self._batch.seed, logs.of(number), batch, self._batch.args)
             weight = float(count()) if self._has_loss else 1.0
             self._written = self._written or state.changed() or self._differing(state.new_tensors())
@@ -295,46 +300,6 @@ def _logged_otherwise(together: StepLogs, apart: StepLogs, tolerance: float) -> 
             whole, mean = float(call.value), float(of_parts)
             return Trial(whole=whole, mean=mean, is_equal=False, logged=repr(call.name))
     return None
-
-
-class _Tried(TorchFunctionMode):
-    """Dropout does nothing: its masks on the whole batch are other ones than on microbatches. Labels are noted.
-
-    Args:
-        ignored: Takes the labels that losses leave out.
-    """
-
-    def __init__(self, ignored: set[int]) -> None:
-        super().__init__()
-        self._ignored = ignored
-
-    @_torch.modes.part_of_graphs_only
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.dropout:
-            return args[0] if args else kwargs["input"]
-        if func in (F.cross_entropy, F.nll_loss):
-            self._ignored.add(kwargs.get("ignore_index", args[4] if len(args) > 4 else IGNORED))
-        return func(*args, **kwargs)
-
-
-def _moved(passed: Passed) -> Passed:
-    """Other hidden states, as far from these as these from zero."""
-    return tree_map_only(Tensor, _moved_tensor, passed)  # type: ignore[no-any-return]
-
-
-def _moved_tensor(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point() or not tensor.ndim:
-        return tensor
-    return tensor + torch.randn_like(tensor) * tensor.float().pow(2).mean().sqrt().to(tensor.dtype)
-
-
-def _tolerance(passed: list[Passed]) -> float:
-    """The largest relative difference by rounding: products of other sizes add up in other orders."""
-    hidden = passed[0][0]
-    if hidden.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(hidden.device.type):
-        return 2e-3
-    return 1e-5 if hidden.device.type == "cpu" else 1e-4
 
 
 _OF_LOSSES = "the mean over microbatches is {0.mean:.5g}, and the loss of all together {0.whole:.5g}"

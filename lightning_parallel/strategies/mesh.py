@@ -57,7 +57,8 @@ class MeshStrategy(MeshedStrategy):
         accumulation_sync: When a window's gradients are reduced: in ``"every"`` microstep, in the ``"last"`` one, for
             which whole gradients wait, or ``"auto"``: in the last one where these fit.
         optimizer_in_backward: Whether parameters are updated as soon as their gradient is reduced.
-        schedule: Order of a pipeline's stages: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zbv"``, ``"dualpipev"``.
+        schedule: Order of a pipeline's stages: ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zbv"``, ``"dualpipev"``;
+            ``"turns"`` runs whole batches, one stage at a time, as it does where the module optimizes manually.
         microbatches: Parts of a rank's batch in a pipeline; ``"auto"`` is the largest divisor up to twice the stages.
         stages: Layers of each pipeline stage, such as ``[3, 5]``; ``"auto"`` balances parameters, ``"time"`` times.
         virtual_stages: Pipeline stages of each rank, with ``schedule="interleaved"``.
@@ -153,15 +154,13 @@ class MeshStrategy(MeshedStrategy):
         if left := left_over_violations(module, self.degrees, self.policies_for(module)):
             return left
         plan = None if parallelized(module) is not None else self.plan_for(module)
-        further = mesh_module_violations(module, plan, self._policies, cuts=self.cuts_batches, is_fitting=is_fitting)
+        further = mesh_module_violations(module, plan, self._policies, cuts=self.cuts_stack, is_fitting=is_fitting)
         return [*super().module_violations(module, is_fitting=is_fitting), *further]
 
     @override
     def unbuilt_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
-        replaces = self.num_nodes * self.num_processes > 1
-        return unbuilt_violations(
-            module, self._policies, replaces=replaces, cuts=self.cuts_batches, is_fitting=is_fitting
-        )
+        where = {"replaces": self.num_nodes * self.num_processes > 1, "cuts": self.cuts_stack}
+        return unbuilt_violations(module, self._policies, **where, is_fitting=is_fitting)
 
     @property
     @override

@@ -109,7 +109,7 @@ def unbuilt_violations(
     """
     found = unshardable_callback_violations(module) if replaces else []
     if cuts:
-        found += pipelined_module_violations(module)
+        found += pipelined_module_violations(module, policies.pipeline)
     if policies.optimizer_in_backward and is_fitting:
         found += in_backward_violations(module, offloads_optimizer=policies.offload == "optimizer")
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_parallel.plan import Plan, cut_again, split_again
 from lightning_parallel.ranks.memory import host_memory
 from lightning_parallel.ranks.mesh import Mesh
 from lightning_parallel.ranks.stage_owners import untag_owners
-from lightning_parallel.steps import PipelinedSteps, Steps
+from lightning_parallel.steps import PipelinedSteps, Steps, TurnSteps
 from lightning_parallel.strategies.first_calls import (
     agreed_plan,
     first_calls,
@@ -30,7 +30,7 @@ from lightning_parallel.strategies.first_calls import (
     unrecorded_violations,
 )
 from lightning_parallel.strategies.optimizers import adopt_optimizers
-from lightning_parallel.strategies.pipeline_refusals import misplaced_violations
+from lightning_parallel.strategies.pipeline_refusals import misplaced_violations, turned_violations
 from lightning_parallel.strategies.pipelined_module import PipelinedModule, loss_scale
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
 from lightning_parallel.strategies.stuck_units import stuck_units_watched
@@ -78,7 +78,8 @@ class ParallelModule:
         return parallelize(module, plan, self._mesh, self._device, strategy._deferral.record)
 
     def _build_steps(self) -> Steps:
-        return (Steps if self.current.cut is None else PipelinedSteps)(
+        cut = self.current.cut
+        return (Steps if cut is None else PipelinedSteps if cut.turns is None else TurnSteps)(
             self._module,
             self.current,
             device=self._device,
@@ -99,9 +100,10 @@ class ParallelModule:
         self._attach_pipeline()
 
     def _attach_pipeline(self, looked_at: set[str] | None = None) -> None:
-        if isinstance(self.steps, PipelinedSteps):
+        if self.current.cut is not None:
             where = "under a pipeline"
             self._guards = [StateOfRank(optimizer, is_placeholder, where=where) for optimizer in self._optimizers]
+        if isinstance(self.steps, PipelinedSteps):
             self._pipelined = PipelinedModule(
                 self._module,
                 self.current,
@@ -112,24 +114,37 @@ class ParallelModule:
             )
             self._pipelined.attach(self.current.plan.policies.step_methods, looked_at)
 
-    def _cut_again(self, placement: Placement) -> PipelinedModule:
-        """Cut the module again, according to the trace of a step. A collective."""
+    def _cut_again(self, placement: Placement) -> Callable[..., Any]:
+        """Cut the module again, according to the trace of a step, and return what runs its steps. A collective."""
         assert self._pipelined is not None
-        looked_at = self._pipelined.detach()
-        too_large = self.is_too_large
-        self._strategy.refuse(misplaced_violations(self._module, self.current, placement, is_too_large=too_large))
+        looked_at, self._pipelined = self._pipelined.detach(), None
+        too_large, weights = self.is_too_large, getattr(self.steps, "microbatch_weights", None)
+        self._strategy.refuse(
+            turned_violations(self._module, self.current, is_too_large=too_large, weights_parts=weights is not None)
+            if placement.takes_turns
+            else misplaced_violations(self._module, self.current, placement, is_too_large=too_large)
+        )
         self._make_plain()
         plan = cut_again(self.current.plan, self._module, placement)
         before = self.steps
         self._parallelize_again(plan)
         assert isinstance(before, PipelinedSteps)
-        assert isinstance(self.steps, PipelinedSteps)
-        self.steps.microbatch_weights = before.microbatch_weights
+        if isinstance(self.steps, PipelinedSteps):
+            self.steps.microbatch_weights, self.steps.settling = before.microbatch_weights, before.settling
         self._attach_pipeline(looked_at)
+        if self._pipelined is None:
+            before.settling.end_step()
+            return self._run_in_turns
         assert plan.pipeline is not None
         if placement.costs is not None:
             _tell_stages(placement.costs, plan.pipeline.stages.counts)
-        return self._pipelined
+        return self._pipelined.run
+
+    def _run_in_turns(self, name: str, *args: Any) -> Any:
+        """The rest of the step in which stages have begun to take turns."""
+        self.steps.begin()
+        with self.steps.forward():
+            return getattr(self._module, name)(*args)
 
     def see_layers(self, name: str, args: Sequence[Any]) -> None:
         """Split the layers that wait for the first step to show their arguments, if there are any. A collective then.

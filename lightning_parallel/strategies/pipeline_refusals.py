@@ -12,20 +12,25 @@ from torch import nn
 from lightning_parallel import _torch
 from lightning_parallel.parallelize import Parallelized
 from lightning_parallel.techniques.pipeline.placement import Placement, misplaced
+from lightning_parallel.techniques.pipeline.plan import sharing_violations
+from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy, turn_violations
 from lightning_parallel.techniques.pipeline.stage_plan import balanced
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 
-def pipelined_module_violations(module: LightningModule) -> list[str]:
-    """Reasons that lie in the module."""
+def pipelined_module_violations(module: LightningModule, policy: PipelinePolicy) -> list[str]:
+    """Reasons that lie in the module.
+
+    Args:
+        module: The user's module.
+        policy: How its stack is cut.
+    """
     found = []
-    if not module.automatic_optimization:
-        found.append(
-            f"{type(module).__name__} optimizes manually, inside of training_step; a pipeline runs that step once for "
-            "each microbatch and stage. Give automatic_optimization=True, or pipeline=1"
-        )
+    is_manual = not module.automatic_optimization
+    if is_manual and not policy.takes_turns:
+        found += turn_violations(policy, f"{type(module).__name__}.automatic_optimization=False")
     code = getattr(type(module).configure_gradient_clipping, "__code__", None)
     calls_lightning = {"clip_gradients", "configure_gradient_clipping"} & set(getattr(code, "co_names", ()))
     if is_overridden("configure_gradient_clipping", module) and not calls_lightning:
@@ -34,11 +39,12 @@ def pipelined_module_violations(module: LightningModule) -> list[str]:
             "a rank has the gradients of its own layers only, so a norm that it takes by itself is not that of all. "
             "Call self.clip_gradients(optimizer, gradient_clip_val=...)"
         )
-    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+    in_parts = ("training_step", "validation_step", "test_step", "predict_step")
+    for name in () if is_manual or policy.takes_turns else in_parts:
         if is_overridden(name, module) and "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
             found.append(
                 f"{name} takes the dataloader's iterator, so there is no batch that a pipeline could cut; let it take "
-                "(batch, batch_idx), or give pipeline=1"
+                "(batch, batch_idx), or give schedule='turns' or pipeline=1"
             )
     return found
 
@@ -57,6 +63,28 @@ def compiled_violations(module: nn.Module, layers: Sequence[str]) -> list[str]:
         "torch.compile out, and give compile=layers, which compiles layer by layer"
         for path in around[:1]
     ]
+
+
+def turned_violations(
+    module: LightningModule, parallelized: Parallelized, *, is_too_large: bool, weights_parts: bool
+) -> list[str]:
+    """Reasons why stages cannot begin to take turns in the first step; empty if they can.
+
+    Args:
+        module: The user's module.
+        parallelized: The record of how it is cut.
+        is_too_large: Whether a rank cannot hold the whole module, which cutting it again takes.
+        weights_parts: Whether a callback weights the losses of microbatches.
+    """
+    name, found = type(module).__name__, sharing_violations(module, parallelized.plan.structure)
+    if is_too_large:
+        found.append(f"{name} is too large to be put together and cut again, so that its stages take turns; {_GIVE}")
+    if weights_parts:
+        found.append(f"TokenWeighted weights losses of microbatches, and {name} has to run on whole batches; {_GIVE}")
+    return found
+
+
+_GIVE = "give schedule='turns', which cuts it so from the start"
 
 
 def misplaced_violations(

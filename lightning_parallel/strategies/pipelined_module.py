@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import check
@@ -21,6 +22,7 @@ from lightning_parallel.strategies.loss_choice import LossChoice
 from lightning_parallel.strategies.step_logs import StepLogs
 from lightning_parallel.techniques.gathering import gather_while_running
 from lightning_parallel.techniques.pipeline.call_order import traced_order
+from lightning_parallel.techniques.pipeline.cut import CutStack
 from lightning_parallel.techniques.pipeline.early_draws import EarlyDraws
 from lightning_parallel.techniques.pipeline.execution import evaluation_actions, training_actions
 from lightning_parallel.techniques.pipeline.gradients import GradientsOfStep
@@ -39,15 +41,17 @@ from lightning_parallel.techniques.pipeline.placement import (
     trace_positions,
 )
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
-from lightning_parallel.techniques.pipeline.stage_plan import StepCosts, balanced
+from lightning_parallel.techniques.pipeline.stage_plan import balanced
 from lightning_parallel.techniques.pipeline.step_losses import StepLosses, loss_in
 from lightning_parallel.techniques.pipeline.timing import ROUNDS, StepClock, is_worth_moving
+from lightning_parallel.techniques.pipeline.turns import DisorderError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 TRAINING = "training_step"
 _TIMES = "the time of layers"
+_ALONE = "the order of layers in {}"
 _DRAWS = "random numbers before the stack of {}"
 
 
@@ -60,7 +64,7 @@ class PipelinedModule:
         steps: The calls around its steps.
         device: This rank's device.
         loss_scale: Returns the factor of losses before backward.
-        place_again: Cuts the module again by the trace of a step, and returns the object that replaces this one.
+        place_again: Cuts the module again by the trace of a step, and returns what runs steps in place of `run`.
     """
 
     def __init__(
@@ -71,13 +75,14 @@ class PipelinedModule:
         *,
         device: torch.device,
         loss_scale: Callable[[], float],
-        place_again: Callable[[Placement], PipelinedModule],
+        place_again: Callable[[Placement], Callable[..., Any]],
     ) -> None:
         assert parallelized.cut is not None
         self._module = module
         self._cut = parallelized.cut
         self._stacks = parallelized.plan.structure.stacks
         self._positions = self._cut.plan.placement.positions
+        self._disorders: dict[str, str] = {}
         self._all_ranks = parallelized.mesh.host_group
         self._steps = steps
         self._device = device
@@ -85,12 +90,17 @@ class PipelinedModule:
         self._place_again = place_again
         self._rank = self._cut.group.rank()
         self._looked_at: set[str] = set()
-        self._choice = LossChoice(module, self._cut, self._all_ranks, device, steps)
-        plan, same_stage = self._cut.plan, parallelized.mesh.stage_host_group
-        self._counts = MicrobatchCounts(plan.policy, plan.stages.num_ranks, same_stage)
+        self._same_stage = parallelized.mesh.stage_host_group
+        self._forget_batches()
+        steps.settling.forget = self._forget_batches
         self._num_evaluated = 0
         self._own: dict[str, Any] = {}
         self._cut_steps: dict[str, CutStep] = {}
+
+    def _forget_batches(self) -> None:
+        plan = self._cut.plan
+        self._choice = LossChoice(self._module, self._cut, self._all_ranks, self._device, self._steps)
+        self._counts = MicrobatchCounts(plan.policy, plan.stages.num_ranks, self._same_stage)
 
     def attach(self, names: Sequence[str], looked_at: set[str] | None = None) -> None:
         """Replace the step methods `names`; those in `looked_at` were traced before and need no second trace."""
@@ -98,7 +108,8 @@ class PipelinedModule:
         for name in names:
             self._own[name] = self._module.__dict__.get(name)
             cut_step = CutStep(name, self._module, self._cut, self._steps, self._device)
-            gather_while_running(cut_step, "run", self._module)
+            for method in ("run", "run_alone"):
+                gather_while_running(cut_step, method, self._module)
             self._cut_steps[name] = cut_step
             # Lightning looks at the signature to decide what to pass, below one wrapper.
             run = functools.update_wrapper(functools.partial(self.run, name), cut_step.own)
@@ -114,16 +125,23 @@ class PipelinedModule:
 
     def run(self, name: str, batch: Any, *args: Any) -> Any:
         """Run the step `name` on the whole `batch` of this rank. A collective of the pipeline."""
+        if _ALONE.format(name) in self._looked_at:
+            return self._cut_steps[name].run_alone(batch, *args)
         size = batch_size_of(batch)
         count = self._counts.in_training(size) if name == TRAINING else self._counts.in_evaluation(size)
         parts = cut_batch(batch, size, count)
         if (placement := self._better_placement(name, parts[0], args)) is not None:
-            return self._place_again(placement).run(name, batch, *args)
-        if name not in self._looked_at:
-            return self._cut_steps[name].own(batch, *args)
+            return self._place_again(placement)(name, batch, *args)
+        if name not in self._looked_at or _ALONE.format(name) in self._looked_at:
+            return self._cut_steps[name].run_alone(batch, *args)
         cut = CutBatch(batch, parts, args, size // count)
         cut = replace(cut, joins=self._joins(name, cut))
+        if (disorder := self._choice.disordered.pop(name, None)) is not None:
+            placement = self._out_of_order(name, disorder)
+            again = self.run if placement is None else self._place_again(placement)
+            return again(name, batch, *args)
         if name == TRAINING:
+            self._steps.settling.end_step()
             cut = replace(cut, seed=_next_seed())
             with unchanged_generators(self._device):
                 return self._train(cut)
@@ -167,11 +185,16 @@ class PipelinedModule:
                 return placed_by_registration(self._module, layers)
         if name not in self._looked_at:
             self._looked_at.add(name)
-            if self._is_misplaced(name, part, args):
-                return self._placement()
+            if (placement := self._misplaced(name, part, args)) is not None:
+                return placement
         if name == TRAINING and self._cut.plan.policy.stages == "time" and _TIMES not in self._looked_at:
             self._looked_at.add(_TIMES)
-            costs, plan = self._measured(part, args), self._cut.plan.stages
+            plan, step = self._cut.plan.stages, self._cut_steps[TRAINING]
+            clock = StepClock(plan, self._device)
+            with unchanged_generators(self._device), unchanged(self._module), torch.no_grad():
+                _time_layers(clock, step, self._cut, StepLogs(self._module), part, args)
+            self._steps.free_gathered()  # the step that follows looks for the parameters that are to have gradients
+            costs = clock.costs(self._all_ranks)
             if is_worth_moving(costs, plan.counts, balanced(costs, plan.num_stages)):
                 return self._placement(costs=costs)
         return None
@@ -186,55 +209,52 @@ class PipelinedModule:
         router, layers = self._cut.router, self._cut.plan.placement.layers
         with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention():
             step = functools.partial(self._traced_step, name, part, args)
-            return traced_order(self._module, self._stacks, router, layers, step=step) or layers
+            try:
+                return traced_order(self._module, self._stacks, router, layers, step=step) or layers
+            except DisorderError as error:
+                self._disorders[name] = str(error)
+                return layers
 
-    def _is_misplaced(self, name: str, part: Any, args: Any) -> bool:
-        """Whether a stage lacks a parameter that it uses, as a trace of the step shows."""
+    def _misplaced(self, name: str, part: Any, args: Any) -> Placement | None:
+        """Where parameters are used, unless each stage has what it uses already."""
         is_first = len(self._looked_at) == 1
         router, draws = self._cut.router, EarlyDraws(self._cut.router, self._module)
+        traced, disorder = None, self._disorders.pop(name, "")
         with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention(), draws:
-            traced = trace_positions(self._module, router, name, lambda: self._traced_step(name, part, args))
+            try:
+                if not disorder:
+                    traced = trace_positions(self._module, router, name, lambda: self._traced_step(name, part, args))
+            except DisorderError as error:
+                disorder = str(error)
         # On one rank that reads, perhaps, by its samples: all of them choose alike.
-        found = torch.tensor([draws.found, traced is not None], dtype=torch.uint8)
+        found = torch.tensor([draws.found, traced is not None, bool(disorder)], dtype=torch.uint8)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._all_ranks)
-        draws_early, is_cut = map(bool, found.tolist())
+        draws_early, is_cut, takes_turns = map(bool, found.tolist())
+        if takes_turns:
+            return self._out_of_order(name, disorder)
         if draws_early:
             self._looked_at.add(_DRAWS.format(name))
         if traced is None:
             if is_cut or name == TRAINING:
                 router.check_end()
             self._looked_at.discard(name)  # it may call layers later, as one that does nothing in the sanity check
-            return False
+            return None
         self._positions = corrected(self._positions, traced, is_first=is_first)
-        return bool(misplaced(self._positions, self._cut.plan.placement.positions, self._cut.plan.stages))
+        plan = self._cut.plan
+        return self._placement() if misplaced(self._positions, plan.placement.positions, plan.stages) else None
+
+    def _out_of_order(self, name: str, disorder: str) -> Placement | None:
+        """Run a step that no schedule fits otherwise: in training stages take turns, another step runs alone."""
+        _tell_disorder(name, disorder)
+        if name == TRAINING:
+            return Placement(self._cut.plan.placement.layers, {}, takes_turns=True)
+        self._looked_at.add(_ALONE.format(name))
+        return None
 
     def _traced_step(self, name: str, part: Any, args: Any) -> None:
         output = self._cut.router.returned(self._cut_steps[name].step(part, *args))
         if name == TRAINING:
             loss_in(output)
-
-    def _measured(self, part: Any, args: Any) -> StepCosts:
-        """Times of the layers in a training step on a microbatch, without backward. A collective."""
-        clock = StepClock(self._cut.plan.stages, self._device)
-
-        def forward(stage: int, microbatch: int, received: Passed | None) -> Passed | None:
-            torch.clear_autocast_cache()
-            with clock.of_stage(stage), self._cut.router.open(TRAINING, StepPart(stage, received, clock=clock)):
-                output = self._cut_steps[TRAINING].run(part, *args)
-            return output if stage != self._cut.plan.stages.last else None
-
-        actions = evaluation_actions(self._cut.plan.stages, 1, self._rank)
-        with (
-            unchanged_generators(self._device),
-            unchanged(self._module),
-            torch.no_grad(),
-            _torch.attention.slow_attention(),
-        ):
-            for _ in range(ROUNDS):
-                with StepLogs(self._module).of(0):
-                    self._cut_steps[TRAINING].execution(forward).run(actions)
-        self._steps.free_gathered()  # the step that follows looks for the parameters that are to have gradients
-        return clock.costs(self._all_ranks)
 
 
 def loss_scale(precision: Precision) -> float:
@@ -243,11 +263,42 @@ def loss_scale(precision: Precision) -> float:
     return float(scaler.get_scale()) if scaler is not None else 1.0
 
 
+def _time_layers(clock: StepClock, step: CutStep, cut: CutStack, logs: StepLogs, part: Any, args: Any) -> None:
+    """Time the layers in a training step on a microbatch, without backward. A collective."""
+
+    def forward(stage: int, microbatch: int, received: Passed | None) -> Passed | None:
+        torch.clear_autocast_cache()
+        with clock.of_stage(stage), cut.router.open(TRAINING, StepPart(stage, received, clock=clock)):
+            output = step.run(part, *args)
+        return output if stage != cut.plan.stages.last else None
+
+    actions = evaluation_actions(cut.plan.stages, 1, cut.group.rank())
+    with _torch.attention.slow_attention():
+        for _ in range(ROUNDS):
+            with logs.of(0):
+                step.execution(forward).run(actions)
+
+
 def _next_seed() -> int:
     """A number that all ranks of a pipeline draw alike."""
     return int(torch.randint(2**62, ()))
 
 
+def _tell_disorder(name: str, disorder: str) -> None:
+    """Say how a step runs that does not call each layer once, in order, and how it could fit a schedule."""
+    why, _, advice = disorder.partition("; ")
+    why = why or "another rank has seen that the step calls layers again, or in another order"
+    how = _TURNS.format(why) if name == TRAINING else _RUNS_ALONE.format(why, name)
+    rank_zero_info(how + (f". For a schedule, {advice}" if advice.startswith("give layers=") else ""))
+
+
+_TURNS = (
+    "{}, so no schedule fits it: pipeline stages take turns from here on, on whole batches, while the other ranks "
+    "wait. schedule='turns' does so from the start"
+)
+_RUNS_ALONE = (
+    "{}, so no schedule fits it: {} runs on whole batches, each layer on the rank that has it, while the others wait"
+)
 _DRAWN = (
     "{} draws random numbers before the stack, and loss='batch' runs it once more on the whole batch, where labels "
     "that depend on them would not be those of the microbatches; draw them in the data loader, or give "

@@ -76,9 +76,15 @@ class PlannedStrategy(PositionedStrategy):
         return self._policies.optimizer_in_backward
 
     @property
+    def cuts_stack(self) -> bool:
+        """Whether ranks have other layers than others."""
+        return self.degrees.pipeline != 1
+
+    @property
     def cuts_batches(self) -> bool:
         """Whether the batch of a rank runs in parts, each of which is averaged over its samples alone."""
-        return self.degrees.pipeline != 1
+        module = self.lightning_module
+        return self.cuts_stack and (module is None or not self.policies_for(module).takes_turns)
 
     @property
     def can_leave_out_layers(self) -> bool:

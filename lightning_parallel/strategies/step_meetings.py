@@ -64,7 +64,7 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
             f"{name}() {at(line_of_user())} waits for all ranks inside of a step, but stages of a pipeline run a step "
             "at different times, each for one microbatch: they would wait for each other for ever. Call it in a hook, "
             "such as on_train_batch_start; self.log(sync_dist=True) and self.all_gather, which ask the ranks that read "
-            "other samples, work in a step; or give pipeline=1"
+            "other samples, work in a step; or give schedule='turns' or pipeline=1"
         ]
     )
 

@@ -6,7 +6,9 @@ inside of it (``self.model.encoder(x)``), whose parameters are shards at that mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +38,13 @@ def gather_in_steps(module: nn.Module, units: Sequence[str], step_methods: Seque
             _torch.fsdp.gather_around(unit, method, unit, takes_batch=method in step_methods, keeps_writes=is_kept)
 
 
-def gather_around_parts(module: nn.Module, units: Sequence[str], *, except_in: Sequence[str] = ()) -> None:
+def gather_around_parts(
+    module: nn.Module,
+    units: Sequence[str],
+    *,
+    except_in: Sequence[str] = (),
+    unless: Callable[[], bool] = lambda: False,
+) -> None:
     """Gather the parameters of a unit around the forward of a module inside of it that is called from outside of it.
 
     What is called from inside passes by, as the unit has gathered them. So do, in steps, the parts of the root; a hook
@@ -46,6 +54,7 @@ def gather_around_parts(module: nn.Module, units: Sequence[str], *, except_in: S
         module: The sharded module.
         units: Paths of its units.
         except_in: Paths of modules whose parts are left alone.
+        unless: Says of a call that its caller sees to the parameters.
     """
     parts = [path for path, _ in module.named_modules() if path not in units and owner_of(path, except_in) is None]
     inside = {path: owner_of(path, units) for path in parts}
@@ -53,7 +62,35 @@ def gather_around_parts(module: nn.Module, units: Sequence[str], *, except_in: S
         if owner is not None:
             part = module.get_submodule(path)
             for method in _forwards(part):
-                _torch.fsdp.gather_around(part, method, module.get_submodule(owner))
+                _gather_unless(unless, part, method, module.get_submodule(owner))
+
+
+def gather_outside_of_schedule(
+    module: nn.Module, units: Sequence[str], layers: Sequence[str], is_in_schedule: Callable[[], bool]
+) -> None:
+    """Gather parameters in calls of the module, and of its parts, from outside of a pipeline's schedule.
+
+    Args:
+        module: The sharded module.
+        units: Paths of its units.
+        layers: Paths of the layers that are cut into stages, which gather their own.
+        is_in_schedule: Whether a schedule runs, which gathers around each microbatch.
+    """
+    if _ROOT in units:
+        _gather_unless(is_in_schedule, module, "forward", module)
+    gather_around_parts(module, units, except_in=layers, unless=is_in_schedule)
+
+
+def _gather_unless(unless: Callable[[], bool], holder: nn.Module, method: str, unit: nn.Module) -> None:
+    own = getattr(holder, method)
+    _torch.fsdp.gather_around(holder, method, unit)
+    gathered = vars(holder)[method]
+
+    @functools.wraps(own)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (own if unless() else gathered)(*args, **kwargs)
+
+    vars(holder)[method] = chosen
 
 
 def gather_while_running(holder: object, method: str, module: nn.Module) -> None:

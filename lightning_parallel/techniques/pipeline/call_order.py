@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.layer_stacks import Stack
 from lightning_parallel.techniques.pipeline.layer_router import LayerRouter
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
+from lightning_parallel.techniques.pipeline.turns import DisorderError
 
 
 def traced_order(
@@ -32,7 +32,7 @@ def traced_order(
         calls no layer, or those of a stack in another order than that of the stack.
 
     Raises:
-        ConfigurationError: For a step that does not call each layer of some stacks once.
+        DisorderError: For a step that does not call each layer of some stacks once.
     """
     has_ended = False
     # Why a step fails here, its trace will say.
@@ -44,7 +44,7 @@ def traced_order(
     right = [stack for stack in stacks if all(counts[layer] == stack.layers.count(layer) for layer in stack.layers)]
     if len(right) < len(stacks):
         if has_ended and right:
-            raise ConfigurationError([_advice(stacks, right)])
+            raise DisorderError([_advice(stacks, right)])
         return None
     places = [[order.index(layer) for layer in stack.layers] for stack in stacks]
     return order if all(own == sorted(own) for own in places) else None

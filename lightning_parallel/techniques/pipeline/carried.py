@@ -217,5 +217,5 @@ _CALLING_MODULES = "torch.nn.modules.module"
 """Left out of lines: a module is called by other lines where it has hooks, as on the stage that shards it."""
 _CHANGED = (
     "the step does not compute what it has in the first step, which has shown what passes from stage to stage: {}. "
-    "Compute the same between layers in each step, or give pipeline=1"
+    "Compute the same between layers in each step, or give schedule='turns' or pipeline=1"
 )

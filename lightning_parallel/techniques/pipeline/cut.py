@@ -8,11 +8,14 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from lightning_parallel import _torch
 from lightning_parallel.module.layer_stacks import ModuleStructure
 from lightning_parallel.ranks.stage_owners import StageOwners, tag_owners
 from lightning_parallel.techniques.pipeline.layer_router import LayerRouter, apply_layer_router
+from lightning_parallel.techniques.pipeline.outside_calls import OutsideCalls
 from lightning_parallel.techniques.pipeline.placement import hold, release
 from lightning_parallel.techniques.pipeline.plan import PipelinePlan
+from lightning_parallel.techniques.pipeline.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class CutStack:
         owners_by_name: Which ranks hold each parameter and buffer.
         group: The ranks that share the stack.
         host_group: The same, for host memory.
+        turns: Runs each call of a layer where stages take turns; ``None`` where they run by a schedule.
     """
 
     plan: PipelinePlan
@@ -32,6 +36,7 @@ class CutStack:
     owners_by_name: dict[str, StageOwners]
     group: ProcessGroup
     host_group: ProcessGroup
+    turns: Turns | None = None
 
     def local(self, structure: ModuleStructure) -> ModuleStructure:
         """The part of `structure` on this rank."""
@@ -45,6 +50,11 @@ class CutStack:
             device: The device that placeholders report.
         """
         release(module, self.owners_by_name, device)
+
+    def is_in_schedule(self) -> bool:
+        """Whether stages run parts of a step at the moment, in the order of a schedule, or backward of one."""
+        # Backward calls again what the user has checkpointed outside of the layers, on its own stage only.
+        return self.router.is_open or _torch.autograd.is_in_backward()
 
     def tag(self, module: nn.Module) -> None:
         """Tag the parameters with their owners, so that norms and checkpoints are those of the whole module."""
@@ -76,4 +86,12 @@ def cut_stack(
     layers = [(path, module.get_submodule(path)) for path in plan.placement.layers]
     router = apply_layer_router(layers, plan.stages, known=plan.placement.known)
     owners_by_name = hold(module, plan.placement.positions, plan.stages, group=group, host_group=host_group)
-    return CutStack(plan, router, owners_by_name, group, host_group)
+    turns = Turns(plan.stages, plan.placement.layers, group, host_group)
+    if plan.placement.takes_turns:
+        router.outside = turns.call
+        return CutStack(plan, router, owners_by_name, group, host_group, turns)
+    cut = CutStack(plan, router, owners_by_name, group, host_group)
+    outside = OutsideCalls(turns, cut.is_in_schedule, group, host_group)
+    outside.apply(module)
+    router.outside = outside.call
+    return cut

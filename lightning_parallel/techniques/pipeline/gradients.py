@@ -71,6 +71,33 @@ class GradientsOfStep:
         return result
 
 
+class GradientsOfSharers:
+    """Gradients of parameters that several layers share, added up over their stages behind each backward of a step.
+
+    Args:
+        parameters: The parameters of all layers, each once, in the same order on every rank.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = [p for p in parameters if (h := stage_owners_of(p)) is not None and len(h.ranks) > 1]
+        self._before: list[Tensor | None] = []
+
+    def set_aside(self) -> None:
+        """Set gradients aside that have been added up already, before a backward."""
+        self._before = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Add up the gradients of a backward, behind it, and those set aside. A collective of the pipeline."""
+        sum_shared_gradients(self._parameters)
+        for parameter, before in zip(self._parameters, self._before, strict=True):
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        self._before = []
+
+
 class _Deposit(torch.autograd.Function):
     """Identity forward; backward adds gradients that were computed before, times the incoming gradient."""
 

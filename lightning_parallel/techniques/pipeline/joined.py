@@ -96,4 +96,6 @@ def _batch_dim(pieces: Sequence[Tensor], whole: torch.Size) -> int | None:
     return dims[0] if len(dims) == 1 and part[dims[0]] * len(pieces) == whole[dims[0]] else None
 
 
-_ADVICE = "give loss='microbatch' where the loss is a mean of equally weighted samples, or pipeline=1"
+_ADVICE = (
+    "give loss='microbatch' where the loss is a mean of equally weighted samples, or schedule='turns' or pipeline=1"
+)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel import _torch
-from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.placeholders import (
     placeholders_in_place,
 )
@@ -35,6 +34,7 @@ from lightning_parallel.techniques.pipeline.stage_plan import BEFORE_THE_STACK, 
 from lightning_parallel.techniques.pipeline.step_trace import StepTrace
 from lightning_parallel.techniques.pipeline.substitution import Substitutes, SubstitutionMode
 from lightning_parallel.techniques.pipeline.timing import StepClock
+from lightning_parallel.techniques.pipeline.turns import CallOfLayer, DisorderError, run_here
 
 
 class StageExit(BaseException):
@@ -80,11 +80,11 @@ class LayerRouter:
     """
 
     def __init__(self, plan: StagePlan, paths: Sequence[str], known: Traced | None = None) -> None:
-        self.plan = plan
+        self.plan, self._paths = plan, paths
         self.position = BEFORE_THE_STACK
         self.side_inputs = SideInputs(plan, paths, lambda: self.position, known)
-        self._paths = paths
-        self._is_open = False
+        self.outside: CallOfLayer = run_here
+        self.is_open = False
         self._part = StepPart(None)
         self._substitutes = Substitutes()
         self._boundary = StageBoundary("", paths, self.side_inputs, self._substitutes)
@@ -148,7 +148,7 @@ class LayerRouter:
             part: The part.
         """
         self._part, self._boundary = part, StageBoundary(step, self._paths, self.side_inputs, self._substitutes)
-        self.position, self._is_open = BEFORE_THE_STACK, True
+        self.position, self.is_open = BEFORE_THE_STACK, True
         opened = self._checkpoints.opened(lambda: self.position == self.plan.num_layers - 1 or self.is_in_layer)
         passes_more = part.stage is None or self.side_inputs.has_any(step)
         replace = self._substitutes.replace if self._trace is None else self._trace.look_outside
@@ -158,7 +158,7 @@ class LayerRouter:
             with self._mode or contextlib.nullcontext(), opened:
                 yield
         finally:
-            self._is_open, self._part, self._mode = False, StepPart(None), None
+            self.is_open, self._part, self._mode = False, StepPart(None), None
             self._substitutes.clear()
             self.side_inputs.carried.end()
 
@@ -182,7 +182,7 @@ class LayerRouter:
         """Refuse a step that has returned without calling all layers."""
         if self.position != self.plan.num_layers - 1:
             where = "no layer" if self.position < 0 else f"only the layers up to {self._paths[self.position]}"
-            raise ConfigurationError([disorder(f"the step called {where} of the stack")])
+            raise DisorderError([disorder(f"the step called {where} of the stack")])
 
     def returned(self, output: Any) -> Any:
         """Return what a step has returned, with what this stage has received in its place; a trace notes its use.
@@ -207,14 +207,15 @@ class LayerRouter:
             args: Its arguments.
             kwargs: Those by name.
         """
-        if not self._is_open:
-            return run(*args, **kwargs)
+        if not self.is_open:
+            self.position = index
+            return self.outside(index, layer, run, forward, args, kwargs)
         if self._order is not None:
             self._order.append(index)
             return self._hand_on(index, layer, forward, args, kwargs)
         if index != self.position + 1:
             before = self._paths[self.position] if self.position >= 0 else "the beginning of the step"
-            raise ConfigurationError([disorder(f"the step called {self._paths[index]} after {before}")])
+            raise DisorderError([disorder(f"the step called {self._paths[index]} after {before}")])
         part = self._part
         if part.stage is None:
             assert self._trace is not None

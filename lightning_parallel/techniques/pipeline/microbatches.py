@@ -68,7 +68,8 @@ def batch_size_of(batch: Any) -> int:
         raise ConfigurationError(
             [
                 f"a pipeline cuts each batch into microbatches, but this one ({type(batch).__name__}) has no tensor "
-                "with samples along its first dimension; put the samples into tensors, or give pipeline=1"
+                "with samples along its first dimension; put the samples into tensors, or give schedule='turns' or "
+                "pipeline=1"
             ]
         )
     return sizes[0]
@@ -182,4 +183,4 @@ def _merge(values: Sequence[Any], size: int) -> Any:
     raise ConfigurationError([f"the step returns {form} that differs from microbatch to microbatch; " + _ADVICE])
 
 
-_ADVICE = "return tensors with a row for each sample, or means over samples, or give pipeline=1"
+_ADVICE = "return tensors with a row for each sample, or means over samples, or give schedule='turns' or pipeline=1"

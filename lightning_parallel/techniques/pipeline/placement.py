@@ -41,12 +41,14 @@ class Placement:
         positions: Where in the step each parameter is used.
         costs: The measured costs of layers, if there are any.
         known: What passes from stage to stage, if it is known.
+        takes_turns: Whether stages take turns (`turns.py`), each of which has all that is outside of the layers.
     """
 
     layers: tuple[str, ...]
     positions: Positions
     costs: StepCosts | None = None
     known: Traced | None = None
+    takes_turns: bool = False
 
 
 def placed_by_registration(module: nn.Module, layers: Sequence[str]) -> Placement:
@@ -74,6 +76,24 @@ def placed_by_registration(module: nn.Module, layers: Sequence[str]) -> Placemen
     return Placement(tuple(layers), {name: frozenset(found[tensor]) for name, tensor in named})
 
 
+def placement_in_turns(module: nn.Module, layers: Sequence[str]) -> Placement:
+    """Place layers on their stages, and all else on every rank: outside of the layers all ranks compute the same.
+
+    Args:
+        module: The whole module.
+        layers: The paths of the layers of all stacks.
+    """
+    of_layers: dict[Tensor, set[int]] = defaultdict(set)
+    for index, path in enumerate(layers):
+        layer = module.get_submodule(path)
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            of_layers[tensor].add(index)
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    everywhere = range(BEFORE_THE_STACK, len(layers))
+    positions = {name: frozenset(of_layers.get(tensor, everywhere)) for name, tensor in named}
+    return Placement(tuple(layers), positions, takes_turns=True)
+
+
 def plan_stages(module: nn.Module, placement: Placement, policy: PipelinePolicy, num_ranks: int) -> StagePlan:
     """Divide the layers of `module` into stages; changes nothing.
 
@@ -85,6 +105,8 @@ def plan_stages(module: nn.Module, placement: Placement, policy: PipelinePolicy,
     """
     if isinstance(policy.stages, str):
         costs = placement.costs or _parameter_counts(module, placement)
+        if placement.takes_turns:  # every rank has the rest
+            costs = StepCosts(costs.layers, 0, 0)
         counts = balanced(costs, policy.num_stages(num_ranks))
     else:
         counts = tuple(policy.stages)
@@ -194,7 +216,7 @@ def _read_outside(name: str) -> str:
 
 _GRADIENTS = (
     "the step takes gradients by itself (torch.autograd.grad) of what layers of the stack return, which other pipeline "
-    "stages compute; take them of what comes after the stack, or give pipeline=1"
+    "stages compute; take them of what comes after the stack, or give schedule='turns' or pipeline=1"
 )
 
 

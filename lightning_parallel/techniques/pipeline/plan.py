@@ -7,7 +7,12 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from lightning_parallel.module.layer_stacks import ModuleStructure
-from lightning_parallel.techniques.pipeline.placement import Placement, placed_by_registration, plan_stages
+from lightning_parallel.techniques.pipeline.placement import (
+    Placement,
+    placed_by_registration,
+    placement_in_turns,
+    plan_stages,
+)
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy, stack_length_violations
 from lightning_parallel.techniques.pipeline.shape_inference import collecting_hooks
 from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
@@ -58,6 +63,8 @@ def plan_pipeline(
     policy: PipelinePolicy,
     num_ranks: int,
     placement: Placement | None = None,
+    *,
+    takes_turns: bool = False,
 ) -> PipelinePlan:
     """Plan the stages of `module`, which is not changed.
 
@@ -67,8 +74,11 @@ def plan_pipeline(
         policy: The rules.
         num_ranks: Ranks that share the layers.
         placement: The result of tracing a step; by default, the order of registration decides.
+        takes_turns: Whether stages take turns, where there is no such result.
     """
-    placement = placement or placed_by_registration(module, structure.layers)
+    if placement is None:
+        placed = placement_in_turns if takes_turns else placed_by_registration
+        placement = placed(module, structure.layers)
     stages = plan_stages(module, placement, policy, num_ranks)
     numel = [0] * stages.num_stages
     for name, parameter in module.named_parameters():
@@ -87,6 +97,26 @@ def cut_violations(structure: ModuleStructure, policy: PipelinePolicy, num_ranks
     """
     paths = [stack.path for stack in structure.stacks]
     return stack_length_violations(policy, num_ranks, len(structure.layers), paths)
+
+
+def sharing_violations(module: nn.Module, structure: ModuleStructure) -> list[str]:
+    """Reasons why stages cannot take turns: a layer shares a parameter with what is outside of the layers.
+
+    Its gradient would be the sum of what its stage has computed inside, and what every rank has computed outside.
+
+    Args:
+        module: The whole module.
+        structure: Its layer stacks.
+    """
+    inside = {p: name for path in structure.layers for name, p in module.get_submodule(path).named_parameters(path)}
+    is_in_layer = lambda name: any(name.startswith(f"{path}.") for path in structure.layers)  # noqa: E731
+    named = module.named_parameters(remove_duplicate=False)
+    shared = [(name, inside[p]) for name, p in named if p in inside and not is_in_layer(name)]
+    return [
+        f"{name} is {of_layer}, too, and pipeline stages that take turns have a parameter in layers, or outside of "
+        "them, not both; give each its own, or give pipeline=1"
+        for name, of_layer in shared[:1]
+    ]
 
 
 def hooked_layers_violations(module: nn.Module, structure: ModuleStructure) -> list[str]:

@@ -25,7 +25,7 @@ def plain_hidden(path: str, hidden: Any) -> Tensor:
         raise ConfigurationError(
             [
                 f"{path} is given {kind} as its first argument, where a pipeline stage needs the hidden states as one "
-                "plain tensor of floating-point numbers; give pipeline=1"
+                "plain tensor of floating-point numbers; give schedule='turns' or pipeline=1"
             ]
         )
     return hidden
@@ -42,7 +42,7 @@ def foreign(where: str, placeholders: list[Placeholder]) -> str:
         f"{where} something that only another pipeline stage computes (with "
         f"{name_sources(placeholders) or 'other layers'}), and that was not sent: what passes from stage to stage is "
         "what operations and layers, by their arguments, have taken in the first step. Take the same in each step, "
-        "compute it from the batch alone, without parameters, or give pipeline=1"
+        "compute it from the batch alone, without parameters, or give schedule='turns' or pipeline=1"
     )
 
 
@@ -54,5 +54,5 @@ def disorder(what: str) -> str:
     """
     return (
         f"{what}; a pipeline needs every step to call each layer of the stack once, one after the other from the first "
-        "to the last. Name another stack with layers=, or give pipeline=1"
+        "to the last. Name another stack with layers=, or give schedule='turns' or pipeline=1"
     )

@@ -10,7 +10,10 @@ from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.ranks.divisibility import divisors, listed
 
+TURNS = "turns"
+"""No such order: stages take turns on whole batches."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev")
+"""Orders of microbatches."""
 LOSSES = ("auto", "batch", "microbatch")
 
 
@@ -19,7 +22,7 @@ class PipelinePolicy:
     """Rules by which a stack is cut, and the order in which stages run; knows no module.
 
     Args:
-        schedule: One of `SCHEDULES`.
+        schedule: One of `SCHEDULES`, or `TURNS`.
         microbatches: Parts of a rank's batch; ``"auto"`` is the largest divisor that is at most twice the stages.
         stages: Layers of each stage; ``"auto"`` balances numbers of parameters, ``"time"`` measured times.
         virtual_stages: Stages of each rank.
@@ -47,6 +50,11 @@ class PipelinePolicy:
     def is_v(self) -> bool:
         """Whether a rank has a stage from each end."""
         return self.schedule in _torch.schedules.V_SCHEDULES
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether each step runs once on every rank, and each layer on the rank that has it."""
+        return self.schedule == TURNS
 
     @property
     def stages_per_rank(self) -> int:
@@ -125,14 +133,14 @@ def pipeline_violations(policy: PipelinePolicy, num_ranks: int) -> list[str]:
     """
     found = []
     name = policy.schedule
-    if name not in SCHEDULES:
-        found.append(f"schedule={name!r} is unknown; possible: {', '.join(SCHEDULES)}")
+    if name not in (*SCHEDULES, TURNS):
+        found.append(f"schedule={name!r} is unknown; possible: {', '.join(SCHEDULES)}, {TURNS}")
     if policy.loss not in LOSSES:
         found.append(f"loss={policy.loss!r} is unknown; possible: {', '.join(LOSSES)}")
     virtual = policy.virtual_stages
     if isinstance(virtual, bool) or not isinstance(virtual, int) or virtual < 1:
         return [*found, f"virtual_stages={virtual!r} is not a number of stages; give at least 1"]
-    if name in ("gpipe", "1f1b") and virtual != 1:
+    if name in ("gpipe", "1f1b", TURNS) and virtual != 1:
         found.append(
             f"virtual_stages={virtual} with schedule={name!r}, which has one stage a rank; give schedule='interleaved'"
         )
@@ -143,7 +151,25 @@ def pipeline_violations(policy: PipelinePolicy, num_ranks: int) -> list[str]:
         )
     if policy.is_v and virtual not in (1, 2):
         found.append(f"virtual_stages={virtual} with schedule={name!r}, which has two stages a rank; give 2")
+    if name == TURNS:
+        found += turn_violations(policy, f"schedule={TURNS!r}")
     return [*found, *_count_violations(policy, num_ranks), *_stage_violations(policy, num_ranks)]
+
+
+def turn_violations(policy: PipelinePolicy, because: str) -> list[str]:
+    """Reasons why options do not go with stages that take turns; empty without.
+
+    Args:
+        policy: The rules.
+        because: Why they take turns, for messages.
+    """
+    given = [each for each in policy.given() if not each.startswith(("stages=[", f"schedule={TURNS!r}"))]
+    if not given:
+        return []
+    return [
+        f"{because} lets pipeline stages take turns on whole batches, to which {', '.join(given)} does not apply; "
+        "leave it out"
+    ]
 
 
 def stack_length_violations(policy: PipelinePolicy, num_ranks: int, num_layers: int, paths: Sequence[str]) -> list[str]:

@@ -82,6 +82,21 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         before.restore()
 
 
+def fill_cache(layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Let a layer of another rank add to the key-value cache among its arguments: placeholders, which have a length.
+
+    Args:
+        layer: The layer.
+        forward: Its own forward, past what was put around it.
+        args: What it is given.
+        kwargs: The same.
+    """
+    hidden = hidden_in(args, kwargs)
+    args, kwargs = with_hidden(placeholder_like(hidden), args, kwargs)
+    with _on_placeholders(layer):
+        forward(*args, **kwargs)
+
+
 def collecting_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """Hooks of Hugging Face's that collect what a module returns, such as ``output_hidden_states=True`` asks for."""
     hooks = module._forward_hooks.values()

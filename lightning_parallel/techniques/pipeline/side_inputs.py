@@ -126,7 +126,7 @@ class SideInputs:
             raise ConfigurationError(
                 [
                     f"{self._paths[index]} is given other arguments than in the first step, which has shown what "
-                    "passes from stage to stage; give the same in each step, or pipeline=1"
+                    "passes from stage to stage; give the same in each step, or schedule='turns' or pipeline=1"
                 ]
             )
         return found + self.carried.crossing(index)
@@ -146,6 +146,6 @@ class SideInputs:
                 [
                     f"{self._paths[index]} is given a tensor of {placeholder.dtype} with {placeholder.ndim} dimensions "
                     f"that another pipeline stage computes; {', '.join(map(str, PASSED_DTYPES))} of at most "
-                    f"{MOST_DIMS} dimensions pass. Give another, or pipeline=1"
+                    f"{MOST_DIMS} dimensions pass. Give another, or schedule='turns' or pipeline=1"
                 ]
             )

@@ -112,5 +112,5 @@ def loss_in(output: Any) -> Tensor:
 
 _NO_LOSS = (
     "training_step returns {} for a microbatch, but a pipeline needs a loss in each: a step cannot be skipped in the "
-    "middle. Return a tensor or a dict with 'loss', or give pipeline=1"
+    "middle. Return a tensor or a dict with 'loss', or give schedule='turns' or pipeline=1"
 )

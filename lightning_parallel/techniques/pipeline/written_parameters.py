@@ -116,5 +116,5 @@ def _weighted(values: Tensor, weights: Tensor) -> Tensor:
 
 _WRITTEN = (
     "the step writes into {}, and a pipeline runs it once for each microbatch, so that the write would be made as "
-    "often. Write in a hook, such as on_train_batch_end, keep it in a buffer, or give pipeline=1"
+    "often. Write in a hook, such as on_train_batch_end, keep it in a buffer, or give schedule='turns' or pipeline=1"
 )

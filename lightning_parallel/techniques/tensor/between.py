@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.module.hidden_states import Lengths, hidden_in
+from lightning_parallel.module.hidden_states import ENDS_LAYER, Lengths, hidden_in
 
 
 def watch_between(
@@ -90,7 +90,7 @@ class _Between:
         left, seen, found = [hidden.grad_fn], set(self._results), []
         while left:
             node = left.pop()
-            if node is None or node in seen:
+            if node is None or node in seen or hasattr(node, ENDS_LAYER):
                 continue
             seen.add(node)
             if isinstance(variable := getattr(node, "variable", None), nn.Parameter):

@@ -118,12 +118,27 @@ def refused(name: str, strategy: str) -> str:
     return ""
 
 
+def told(name: str, strategy: str) -> str:
+    """What a fit says of its schedule."""
+    with mock.patch("lightning_parallel.strategies.pipelined_module.rank_zero_info") as info:
+        trained(name, "adamw", strategy, 2)
+    return "\n".join(call.args[0] for call in info.call_args_list)
+
+
 def test_a_stack_that_is_called_twice_is_left_out_by_the_value_that_is_named(ranks: Any) -> None:
-    said = ranks(2).run(refused, "called_twice", "pp_custom")
-    named = re.search(r"each layer of high once, .* give (layers=\S+), which leaves high whole", said[0])
+    said = ranks(2).run(told, "called_twice", "pp_custom")
+    named = re.search(r"each layer of high once, .*take turns.* give (layers=\S+), which leaves high whole", said[0])
     assert named is not None, said
     assert said[0] == said[1]
     assert_parity(ranks, "called_twice", "adamw", f"pp_custom:{named[1]}")
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("called_twice", "pp_custom"), ("towers", "pp_custom:schedule=turns"), ("t5", "pp_custom:schedule=turns")],
+)
+def test_stages_of_several_stacks_take_turns(ranks: Any, name: str, strategy: str) -> None:
+    assert_parity(ranks, name, "adamw", strategy)
 
 
 def test_what_the_first_step_has_not_shown_is_refused(ranks: Any) -> None:
