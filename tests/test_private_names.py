@@ -72,7 +72,9 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "tensor": "torch.distributed.tensor.DTensor",
         "operation": "torch._ops.OpOverload",
     },
-    "_torch/whole_operands.py": dict.fromkeys(("base", "target", "tensor"), "torch.distributed.tensor.DTensor"),
+    "_torch/whole_operands.py": dict.fromkeys(
+        ("base", "result", "target", "tensor"), "torch.distributed.tensor.DTensor"
+    ),
     "_torch/modules.py": {"tensor": "torch.nn.parameter"},  # `nn.Parameter` looks for what is set
     "_lightning/metrics.py": {"metric": "torchmetrics.Metric"},
     "_lightning/__init__.py": {

@@ -125,7 +125,9 @@ class _Call:
                 raise
             return self._with_whole_tensors()
         is_single = isinstance(result, DTensor) and not result.ndim and self._target is None
-        return self._whole(result) if is_single else result
+        # A view without gradients, such as an element, may be written into.
+        is_value = is_single and (result._base is None or torch.is_grad_enabled())
+        return self._whole(result) if is_value else result
 
     def _is_mixed(self) -> bool:
         """Whether there are plain tensors; those without a dimension count only where they may be given a gradient.

@@ -78,10 +78,9 @@ class StepReads:
         if self._number != _steps.number:
             self._number = _steps.number
             self._known, self._read = self._read, set()
-        if (line := line_of_user()) not in self._read:
-            self._read.add(line)
-            if line not in self._known:
-                self._meet(tensor.device_mesh, tensor.placements, f"{tuple(tensor.shape)} {tensor.dtype}")
+        self._read.add(line := line_of_user())
+        if line not in self._known:  # each time: another rank may come to this line less often
+            self._meet(tensor.device_mesh, tensor.placements, f"{tuple(tensor.shape)} {tensor.dtype}")
         # Gradients of sums that are not complete yet are those of each summand.
         placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
         part = partial(_part_of_mean, tensor.device_mesh, placements, tensor.device)

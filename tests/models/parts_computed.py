@@ -159,6 +159,20 @@ class MoreRows(Surgery):
         torch.add(value, 0.001, out=value)
 
 
+class Entries(Surgery):
+    """Writes into single elements, which are views without a dimension."""
+
+    def matrices(self) -> Iterator[tuple[str, Any]]:
+        return ((name, value) for name, value in self.model.blocks.named_parameters() if value.ndim == 1)
+
+    def operate(self, name: str, value: Any) -> None:
+        value.grad[0].mul_(0.1)
+        value[1].add_(0.02)
+        value.select(0, 2).mul_(0.5)
+        value[-1] = value[0] + value[1]
+        self.seen.append(float(value[-1]))
+
+
 class Averages(Surgery):
     """Averages and distances, kept in plain tensors."""
 

@@ -21,6 +21,7 @@ EQUAL: dict[Any, tuple[str, ...]] = {
     parts.MaskedGradients: NAMES,
     parts.Rows: NAMES,
     parts.MoreRows: NAMES,
+    parts.Entries: NAMES,
     parts.Averages: NAMES,
 }
 
