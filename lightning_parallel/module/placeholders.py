@@ -315,7 +315,8 @@ def _written(sources: frozenset[str], held_by: frozenset[int]) -> str:
     return (
         f"the code {at(line_of_user())} writes what {_holder(held_by)} computes or holds (with "
         f"{_named(sources)}) into a tensor of this rank. To clip gradients, give the Trainer gradient_clip_val, "
-        "or call self.clip_gradients where the module optimizes manually; else give pipeline=1"
+        "or call self.clip_gradients where the module optimizes manually. A loss on what inner parts of layers return "
+        "(logits of routers, attention weights) needs pipeline=1"
     )
 
 

@@ -54,7 +54,7 @@ def test_losses_on_what_hooks_collect(kind: str, name: str, size: int, readers: 
 @pytest.mark.parametrize(
     ("kind", "name", "words"),
     [
-        ("RouterLoss", "pp_custom", "only another pipeline stage computes"),
+        ("RouterLoss", "pp_custom", "writes what another pipeline stage"),
         ("RouterLoss", "tp_custom:sequence=true", "(64, 4) in place of (128, 4)"),
         ("Attentions", "cp_custom", "attn_implementation='sdpa'"),
     ],

@@ -214,13 +214,11 @@ REFUSED = {
     ("list_of_lists", "cp_custom"): "does not call torch's scaled_dot_product_attention",
     ("pairs_of_branches", SEQUENCE): "sequence=False",
     ("pairs_of_branches", "cp_custom"): "does not call torch's scaled_dot_product_attention",
-    ("called_again", "pp_custom"): "called layers.0 after layers.1",
     (
         "called_in_a_row",
         SEQUENCE,
     ): "or called a layer again before the last one; only the result of the last layer",
     ("called_in_a_row", "cp_custom"): "layers=[layers.0:1, layers.1:2], which makes a stack of each layer, or con",
-    ("called_in_a_row", "pp_custom"): "called layers.0 after layers.0",
     (
         "partly_two_names",
         SEQUENCE,
@@ -229,7 +227,6 @@ REFUSED = {
     ("albert", "pp_custom"): "has 1 layers",
     ("albert_groups", SEQUENCE): "sequence=False",
     ("albert_groups", "cp_custom"): "left it before the last layer",
-    ("albert_groups", "pp_custom"): "called model.albert.encoder.albert_layer_groups.0 after",
     ("jamba", SEQUENCE): "sequence=False",
     ("jamba", "cp_custom"): "computes no attention by itself",
     ("zamba", SEQUENCE): "sequence=False",
