@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ FORMAT = 1
 """Version of the format of folders."""
 MANIFEST, REST = "manifest.json", "rest.pt"
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
-_BLOCK = 1 << 22
+_BLOCK = 1 << 20
+"""Bytes that are read at a time: the processor's cache has them when their checksum is computed."""
 _CHECKSUM = "sha256"
 
 
@@ -102,7 +104,8 @@ def _damage_of_file(file: Path, expected: Mapping[str, Any]) -> str:
         return f"its file {file.name} is missing"
     if (size := file.stat().st_size) != expected["bytes"]:
         return f"its file {file.name} has {size:,} bytes in place of {expected['bytes']:,}"
-    return "" if described(file) == expected else f"what {file.name} holds differs from its checksum"
+    kind = "sha256" if "sha256" in expected else "crc32"
+    return "" if described(file, kind) == expected else f"what {file.name} holds differs from its checksum"
 
 
 def open_folder(path: Path, load: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
@@ -134,10 +137,19 @@ def open_folder(path: Path, load: Callable[[Path], dict[str, Any]]) -> dict[str,
     return checkpoint
 
 
-def described(file: Path) -> dict[str, Any]:
-    """The bytes and the checksum of a file."""
-    digest = hashlib.sha256()
-    with file.open("rb") as opened:
-        while block := opened.read(_BLOCK):
-            digest.update(block)
-    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+def described(file: Path, kind: str = "crc32") -> dict[str, Any]:
+    """The bytes and the checksum of a file.
+
+    Args:
+        file: The file.
+        kind: That of the checksum, ``"sha256"`` in folders of earlier versions.
+    """
+    digest, checksum = hashlib.sha256(), 0
+    buffer = memoryview(bytearray(_BLOCK))
+    with file.open("rb", buffering=0) as opened:
+        while count := opened.readinto(buffer):
+            if kind == "sha256":
+                digest.update(buffer[:count])
+            else:
+                checksum = zlib.crc32(buffer[:count], checksum)
+    return {"bytes": file.stat().st_size, kind: digest.hexdigest() if kind == "sha256" else f"{checksum:08x}"}
