@@ -176,30 +176,13 @@ class ComparedWindow:
         parameters = dict(self.plain.originals.named_parameters())
         self.num_gradients = sum(parameter.requires_grad for parameter in self.plain.module.parameters())
         apart: list[str] = []
-        if self.has_hook or any(of_all_ranks(self._have_other_sketches(group))):
+        if self.has_hook or any(of_all_ranks(_look_different(self.plain, self._gradients, group, self.tolerance))):
             expected = self._gradients if self.has_hook else self.averaged(group)
             self.num_gradients = len(expected)
             apart = self.gradient_differences(lambda name: whole_gradient(parameters[name]), expected)
         self._gradients = {}
         found = [*self.hook_differences(), *apart]
         return [*found, *synced_differences(self.plain.originals, self.plain.module, group, self.tolerance)]
-
-    def _have_other_sketches(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether gradients look different on this rank, before any is gathered. A collective of those that share some.
-
-        Args:
-            group: The ranks that read different samples; ``None`` for one process.
-        """
-        plain, sketches = dict(self.plain.module.named_parameters()), Sketches(self.plain.device)
-        trained = {name: parameter for name, parameter in plain.items() if parameter.requires_grad}
-        expected = sketches.averaged(sketches.of(self._gradients, trained), group)
-        own = {
-            name: each for name, each in self.plain.originals.named_parameters() if name in trained and _is_here(each)
-        }
-        ours = {name: dense(each.grad) for name, each in own.items() if each.grad is not None}
-        return bool(
-            unlike(sketches.of(ours, own), expected, _SURE * self.tolerance.gradient, self.tolerance.negligible)
-        )
 
     def averaged(self, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
         """The gradients so far, averaged over the ranks that read different samples, and given to hooks. A collective.
@@ -255,6 +238,25 @@ def whole_gradient(parameter: Tensor) -> Tensor:
     """The whole gradient, on every rank; zeros where there is none. A collective."""
     owners = stage_owners_of(parameter)
     return whole(torch.zeros_like(parameter) if parameter.grad is None else dense(parameter.grad), owners)
+
+
+def _look_different(
+    plain: PlainSteps, gradients: Mapping[str, Tensor], group: dist.ProcessGroup | None, tolerance: Tolerance
+) -> bool:
+    """Whether gradients look different on this rank, before any is gathered. A collective of those that share some.
+
+    Args:
+        plain: The steps of the copy.
+        gradients: Name -> gradient of the copy on this rank.
+        group: The ranks that read different samples; ``None`` for one process.
+        tolerance: How far they may be apart.
+    """
+    sketches = Sketches(plain.device)
+    trained = {name: parameter for name, parameter in plain.module.named_parameters() if parameter.requires_grad}
+    expected = sketches.averaged(sketches.of(gradients, trained), group)
+    own = {name: each for name, each in plain.originals.named_parameters() if name in trained and _is_here(each)}
+    ours = {name: dense(each.grad) for name, each in own.items() if each.grad is not None}
+    return bool(unlike(sketches.of(ours, own), expected, _SURE * tolerance.gradient, tolerance.negligible))
 
 
 def _is_here(parameter: Tensor) -> bool:
