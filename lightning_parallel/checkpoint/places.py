@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -61,6 +62,17 @@ def check_place(path: Path, is_checkpoint: bool) -> None:
     """
     if _is_own_folder(path) and not is_checkpoint and any(path.iterdir()):
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+
+def lock(descriptor: int) -> bool:
+    """Lock a file or folder that has just been made; ``False`` if another writer, who is removing it, was faster."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # file systems without locks
+        pass
+    return True
 
 
 def remove(path: Path) -> None:

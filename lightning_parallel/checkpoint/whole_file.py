@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.checkpoint.places import put, remove
+from lightning_parallel.checkpoint.places import lock, put, remove
 from lightning_parallel.checkpoint.sharded_folder import is_folder
 from lightning_parallel.errors import CheckpointError
 
@@ -184,9 +184,7 @@ def _open_partial(folder: Path) -> tuple[Path, BufferedWriter]:
     while True:
         partial = folder / PARTIAL.replace("*", secrets.token_hex(8))
         file = partial.open("xb")
-        with contextlib.suppress(OSError):  # file systems without locks
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if partial.exists():
+        if lock(file.fileno()) and partial.exists():
             return partial, file
         file.close()  # another writer has removed it before it was locked
 

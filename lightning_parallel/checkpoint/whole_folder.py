@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_parallel.checkpoint.places import put, remove, sync_folder
+from lightning_parallel.checkpoint.places import lock, put, remove, sync_folder
 from lightning_parallel.checkpoint.whole_file import PARTIAL, check_room, remove_partial
 
 
@@ -51,11 +50,11 @@ def partial_folder(path: Path, num_bytes: int) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_partial(path.parent)
     check_room(path.parent, num_bytes)
-    partial, lock = _locked_folder(path.parent)
+    partial, descriptor = _locked_folder(path.parent)
     try:
         yield partial
     finally:
-        os.close(lock)
+        os.close(descriptor)
         remove(partial)
 
 
@@ -65,12 +64,10 @@ def _locked_folder(parent: Path) -> tuple[Path, int]:
         partial = parent / PARTIAL.replace("*", secrets.token_hex(8))
         partial.mkdir()
         with contextlib.suppress(FileNotFoundError):  # another writer has removed it before it was locked
-            lock = os.open(partial, os.O_RDONLY)
-            with contextlib.suppress(OSError):  # file systems without locks
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if partial.exists():
-                return partial, lock
-            os.close(lock)
+            descriptor = os.open(partial, os.O_RDONLY)
+            if lock(descriptor) and partial.exists():
+                return partial, descriptor
+            os.close(descriptor)
 
 
 def sync_file(path: Path) -> None:
