@@ -163,5 +163,5 @@ def _is_along(placement: Any, dim: int) -> bool:
 
 
 def _key(tensor: Any) -> str:
-    """What tensors of one message have in common: the mesh, and the axes along which ranks have parts."""
+    """Common traits of the tensors of one message: the mesh, and the axes along which ranks have parts."""
     return f"{tensor.device_mesh} {_axes(tensor)}"
