@@ -82,6 +82,7 @@ class CutStep:
         self.step = refusing_meetings(self.own, lambda: module.trainer.strategy, cut.group)
         self.name, self._module, self._cut, self._steps, self._device = name, module, cut, steps, device
         self._buffers = StageBuffers(module, cut.owners_by_name, cut.host_group)
+        self._waiting = functools.partial(_waiting, module)
         self._parameters = WrittenParameters(module, cut.host_group, self._waiting)
         self._last = cut.plan.stages.last
         self._last_rank = cut.plan.stages.rank_of(self._last)
@@ -225,10 +226,6 @@ class CutStep:
             join=join,
         )
 
-    def _waiting(self) -> contextlib.AbstractContextManager[Any]:
-        """Tell the profiler that this rank waits for others."""
-        return self._module.trainer.profiler.profile(_lightning.actions.WAITING)  # type: ignore[attr-defined, no-any-return]
-
     def _run_part(
         self, part: StepPart, seed: int, kept: contextlib.AbstractContextManager[None], batch: Any, args: Any
     ) -> Any:
@@ -257,8 +254,7 @@ class CutStep:
             news = {} if state is None else state.news()
             message = tree_map_only(Tensor, Tensor.cpu, own), logs.collected(), metrics.updated(), weights, news
         with self._waiting():
-            shared = broadcast_object(message, self._last_rank, self._cut.host_group)
-        output, records, updated, weights, news = shared
+            output, records, updated, weights, news = broadcast_object(message, self._last_rank, self._cut.host_group)
         if losses is not None:
             losses.follow(weights, self._device)
         if not outputs:
@@ -266,9 +262,12 @@ class CutStep:
             if state is not None:
                 state.follow(news, self._device)
         logs.replay(records, self._device)
-        if outputs:
-            return own
-        return tree_map_only(Tensor, lambda value: value.to(self._device), output)
+        return own if outputs else tree_map_only(Tensor, lambda value: value.to(self._device), output)
+
+
+def _waiting(module: Any) -> contextlib.AbstractContextManager[Any]:
+    """Tell the profiler that this rank waits for others."""
+    return module.trainer.profiler.profile(_lightning.actions.WAITING)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
