@@ -27,6 +27,14 @@ RUNS = [
     ("MiddleStates", "tp_custom", 2, 1),
     ("Attentions", "tp_custom", 2, 1),
     ("RouterLoss", "fsdp_custom:context=2,tensor=2", 4, 1),
+    ("RouterLoss", "pp_custom", 2, 1),
+    ("RouterLoss", "pp_custom:schedule=turns", 2, 1),
+    ("RouterLossWithMask", "pp_custom", 2, 1),
+    ("RouterLossWithMask", "pp_custom:schedule=turns", 2, 1),
+    ("MiddleStates", "pp_custom", 2, 1),
+    ("MiddleStates", "pp_custom:schedule=turns", 2, 1),
+    ("Attentions", "pp_custom", 2, 1),
+    ("Attentions", "pp_custom:schedule=turns", 2, 1),
 ]
 """A module, a name with options, the number of ranks, and how many of them read different samples."""
 
@@ -54,7 +62,6 @@ def test_losses_on_what_hooks_collect(kind: str, name: str, size: int, readers: 
 @pytest.mark.parametrize(
     ("kind", "name", "words"),
     [
-        ("RouterLoss", "pp_custom", "writes what another pipeline stage"),
         ("RouterLoss", "tp_custom:sequence=true", "(64, 4) in place of (128, 4)"),
         ("Attentions", "cp_custom", "attn_implementation='sdpa'"),
     ],
