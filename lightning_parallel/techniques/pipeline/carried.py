@@ -244,7 +244,7 @@ def _is_of_package(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith("lightning_parallel.")
 
 
-_RETURNED, _LEFT = "a layer", "left by a layer"
+_RETURNED, _LEFT = "a layer", "leavings"
 """In the place of names of functions: what a layer has returned, and what it has left at the place that follows."""
 _CALLING_MODULES = "torch.nn.modules.module"
 """Left out of lines: a module is called by other lines where it has hooks, as on the stage that shards it."""
