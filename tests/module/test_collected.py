@@ -28,6 +28,14 @@ RUNS = [
     ("MiddleStates", "tp_custom", 2, 1),
     ("Attentions", "tp_custom", 2, 1),
     ("RouterLoss", "fsdp_custom:context=2,tensor=2", 4, 1),
+    ("RouterLoss", "pp_custom", 2, 1),
+    ("RouterLoss", "pp_custom:schedule=turns", 2, 1),
+    ("RouterLossWithMask", "pp_custom", 2, 1),
+    ("RouterLossWithMask", "pp_custom:schedule=turns", 2, 1),
+    ("MiddleStates", "pp_custom", 2, 1),
+    ("MiddleStates", "pp_custom:schedule=turns", 2, 1),
+    ("Attentions", "pp_custom", 2, 1),
+    ("Attentions", "pp_custom:schedule=turns", 2, 1),
 ]
 """A module, a name with options, the number of ranks, and how many of them read different samples."""
 
