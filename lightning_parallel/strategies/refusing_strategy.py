@@ -23,6 +23,8 @@ class RefusingStrategy(ParallelStrategy):
     """Refuses with every reason that is known at a time, on rank 0."""
 
     _given: LightningModule | None
+    joint_refusal = ""
+    """The message about optimizers that compute with several parameters together, where a rank updates only some."""
 
     @property
     def module(self) -> LightningModule:
