@@ -112,13 +112,8 @@ class PlannedStrategy(PositionedStrategy):
 
     @override
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
-        found = module_violations(module, is_fitting=is_fitting, record=self._deferral.record)
-        return found + (packed_violations(module) if self.sends_tensors else [])
-
-    @property
-    def sends_tensors(self) -> bool:
-        """Whether ranks send each other parameters."""
-        return self.num_nodes * self.num_processes > 1
+        packed = packed_violations(module) if self.sends_tensors else []
+        return module_violations(module, is_fitting=is_fitting, record=self._deferral.record) + packed
 
     @override
     def setup_environment(self) -> None:

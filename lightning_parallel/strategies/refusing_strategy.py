@@ -32,6 +32,11 @@ class RefusingStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
+    @property
+    def sends_tensors(self) -> bool:
+        """Whether ranks send each other parameters."""
+        return False
+
     def set_up_violations(self) -> list[str]:
         """Reasons that lie in the devices and the rules; known as soon as the Trainer is made."""
         return []

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 _OFTEN = 20
 """Times that the store is asked within the limit."""
-_JOIN = 1.0
+_JOIN = 5.0
 
 
 class Unchanged:
