@@ -125,18 +125,14 @@ class Numbers:
     """
 
     def __init__(self, tensors: Iterable[Tensor], device: str | None = None) -> None:
-        self._copies = [
-            (tensor, _version(tensor), tensor.detach().to(device or tensor.device, copy=True)) for tensor in tensors
-        ]
+        self._copies = [(tensor, tensor.detach().to(device or tensor.device, copy=True)) for tensor in tensors]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Write them back, as often as needed."""
-        for tensor, version, copy in self._copies:
-            # Backward of a step that goes on finds what it has computed as it was.
-            if tensor.grad_fn is None or _version(tensor) != version:
+        """Write them back, as often as needed; not into tensors that have them already, which a graph may need.
+
+        Counters of writes do not say which: kernels of BatchNorm write without counting.
+        """
+        for tensor, copy in self._copies:
+            if tensor.device != copy.device or not torch.equal(tensor, copy):
                 tensor.copy_(copy)
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
