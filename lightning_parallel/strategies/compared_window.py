@@ -170,6 +170,8 @@ class ComparedWindow:
         expected = self._gradients if self.has_hook else self.averaged(group)
         self.num_gradients = len(expected)
         parameters = dict(self.plain.originals.named_parameters())
+        if gone := [name for name in expected if name not in parameters]:
+            return [f"a hook has tied or removed {first_of(gone)} since the module was made parallel; do it in setup"]
         apart = self.gradient_differences(lambda name: whole_gradient(parameters[name]), expected)
         found = [*self.hook_differences(), *apart]
         return [*found, *synced_differences(self.plain.originals, self.plain.module, group, self.tolerance)]
