@@ -62,6 +62,7 @@ class Parallelized:
         snapshots: The module before each kind of change, in the order of application; the last is sharding.
         lengths: Local and global sequence lengths, for each stack that splits sequences.
         cut: The stack of which each rank has some stages; ``None`` without a pipeline.
+        names: Names of the parameters.
     """
 
     mesh: Mesh
@@ -70,6 +71,7 @@ class Parallelized:
     snapshots: tuple[Snapshot, ...]
     lengths: tuple[Lengths, ...] = ()
     cut: CutStack | None = None
+    names: frozenset[str] = frozenset()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # A copy of a module is not parallel: it has no record. Parts of a tensor are not copied in the first place.
@@ -136,6 +138,26 @@ def left_over_violations(module: nn.Module, degrees: Degrees, policies: Policies
     ]
 
 
+def added_violations(module: nn.Module) -> list[str]:
+    """Reasons why parameters that hooks have added since cannot be trained; empty if they can.
+
+    Args:
+        module: The parallel module, before a step.
+    """
+    record = parallelized(module)
+    if record is None or (record.mesh.data.size() == 1 and record.cut is None):
+        return []  # all ranks have the same samples and layers, so that their gradients are equal
+    unreduced = unreduced_parameters(module, record.sharding, record.mesh.sharding)
+    added = [name for name in unreduced if name not in record.names]
+    if not added:
+        return []
+    return [
+        f"{len(added)} trainable parameters were added when the module was parallel already, so nobody would shard "
+        f"them or average their gradients, and the ranks would drift apart: {', '.join(added[:8])}. Add them in "
+        "__init__, setup or configure_model"
+    ]
+
+
 def parallelize(
     module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, init: InitRecord | None = None
 ) -> Parallelized:
@@ -179,7 +201,8 @@ def parallelize(
             cut.tag(module)  # only now: sharding has replaced the parameter objects, which carry the tags
     _audit(module, shards, mesh)
     snapshots = (pipeline, tensor, context, layers, sharding)
-    result = Parallelized(mesh, plan, shards, snapshots, tuple(lengths), cut)
+    names = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
+    result = Parallelized(mesh, plan, shards, snapshots, tuple(lengths), cut, names)
     for own, current in result.replaced().items():
         current.__dict__.update(vars(own))  # marks that code reads, such as `parameter.no_weight_decay`
     module.__dict__[_KEY] = result

@@ -57,6 +57,9 @@ class TokenWeighted(Callback):
         >>> Trainer(strategy="fsdp_custom", callbacks=[TokenWeighted()])
     """
 
+    weighs_losses = True
+    """Read by the first step, which otherwise says where the mean over ranks is not the loss of all samples."""
+
     def __init__(
         self,
         count: Count | None = None,

@@ -28,6 +28,7 @@ from lightning_parallel.strategies.compared_strategy import (
     shares_samples,
 )
 from lightning_parallel.strategies.compared_window import ComparedWindow
+from lightning_parallel.strategies.loss_over_ranks import tell_other_loss
 from lightning_parallel.strategies.manual_window import ManualWindow
 from lightning_parallel.strategies.plain_step import StepValues
 from lightning_parallel.strategies.second_run import SecondRun
@@ -211,13 +212,12 @@ class FirstStep:
             self._leave("the step calls backward by itself, and not manual_backward")
             return
         found = window.update_differences(data_group(self._strategy))
-        if not self._agree(window.plain.failure):
-            return
-        self._decide(found)
-        if self._window is None:
-            return
-        self._tell(window.summary())
-        self.end()
+        if self._agree(window.plain.failure):
+            self._decide(found)
+        if self._window is not None:
+            self._tell(window.summary())
+            tell_other_loss(window.plain, data_group(self._strategy), window.tolerance.value)
+            self.end()
 
     def _decide(self, differences: list[str], again: SecondRun | None = None) -> None:
         """Go on if no rank has found a difference. A collective.

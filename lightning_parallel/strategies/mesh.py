@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_parallel import _lightning, _torch
 from lightning_parallel.dtypes import DtypePolicy, precision_violations
-from lightning_parallel.parallelize import left_over_violations, parallelized
+from lightning_parallel.parallelize import added_violations, left_over_violations, parallelized
 from lightning_parallel.policies import LayerPolicies, Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.step_hooks import StepHooks
@@ -140,6 +140,7 @@ class MeshStrategy(MeshedStrategy):
 
     defers_init = True
     _parallel: ParallelModule | None = None
+    _checked_in: int | None = None
     _while_set_up = OpenContexts()  # of no use before `setup`
     tensor_init_context = tensors_on_host
 
@@ -188,7 +189,7 @@ class MeshStrategy(MeshedStrategy):
         super().setup(trainer)
         self._while_set_up = OpenContexts()
         self._while_set_up.enter_context(_torch.random_states.states_of_ranks(self.mesh.devices))
-        self._parallel = ParallelModule(self, self.mesh)
+        self._parallel, self._checked_in = ParallelModule(self, self.mesh), None
         replaces = self._parallel.current.plan.replaces_parameters
         self._while_set_up.enter_context(while_set_up(trainer, self.module, self.mesh, replaces=replaces))
         set_module_device(self.module, self.root_device)
@@ -218,6 +219,9 @@ class MeshStrategy(MeshedStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        if self._checked_in != (epoch := self.module.trainer.current_epoch):  # hooks of its begin may add parameters
+            self._checked_in = epoch
+            self.refuse(added_violations(self.module))
         self.before_step(TRAINING, (batch, batch_idx))
 
     @override

@@ -159,6 +159,11 @@ class PlainSteps:
                 self._backward(loss)
         return values, self.take_gradients()
 
+    @property
+    def given(self) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments of the last step."""
+        return self._given
+
     def _run_to_update(
         self, optimizers: PlainOptimizers, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[StepValues, dict[str, Tensor]]:

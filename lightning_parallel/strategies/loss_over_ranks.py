@@ -1,0 +1,109 @@
+"""Whether the mean of the losses of ranks is the loss of all of their samples, as it is for means over samples.
+
+The first step compares a rank with one process that has the samples of that rank. What one process would do with those
+of all ranks is seen on parts of a batch: where its loss is not the mean of theirs, the mean over ranks is another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_parallel import _torch
+from lightning_parallel.module.kept_state import KeptState
+from lightning_parallel.ranks.objects import of_all_ranks
+from lightning_parallel.strategies.plain_step import PlainSteps
+from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch
+
+_MOST_PARTS = 8
+"""Parts into which a batch is cut at most; one of 11 samples, which has no other parts than its samples, is not."""
+
+
+def tell_other_loss(plain: PlainSteps, group: dist.ProcessGroup | None, near: float) -> None:
+    """Say so if the mean over ranks is another loss than that of one process with all samples. A collective.
+
+    Args:
+        plain: The steps of a copy that nobody needs any more: what they change stays.
+        group: The ranks that read different samples; ``None`` for one process.
+        near: The relative difference that rounding explains.
+    """
+    module = plain.originals
+    callbacks: Sequence[object] = module.trainer.callbacks  # type: ignore[attr-defined]
+    is_weighed = any(getattr(each, "weighs_losses", False) for each in callbacks)
+    if group is None or group.size() == 1 or is_weighed or not module.automatic_optimization:
+        return
+    trial = _Trial(plain)
+    whole = trial.loss_of(plain.given[0])
+    if any(of_all_ranks(trial.is_in_vain)):
+        return
+    losses = [trial.loss_of((part, *plain.given[0][1:])) for part in trial.parts]
+    words = "" if trial.is_in_vain else _words(whole, losses, group.size(), near)
+    if told := next(filter(None, of_all_ranks(words)), ""):
+        rank_zero_info(told)
+
+
+class _Trial:
+    """Runs of one step, each from where the first one begins, without dropout and without statistics of batches."""
+
+    def __init__(self, plain: PlainSteps) -> None:
+        self._plain = plain
+        self._before = KeptState(plain.module)
+        self.parts = _parts(*plain.given[0][:1])
+        self.is_in_vain = not self.parts
+        """Whether the losses say nothing: of random numbers, of a step that meets other ranks, or that cannot run."""
+        plain.draws = False
+
+    def loss_of(self, args: Sequence[Any]) -> float:
+        """The loss of the step with other arguments."""
+        plain = self._plain
+        self._before.restore()
+        plain.module.eval()
+        try:
+            with torch.no_grad(), _torch.groups.collectives_checked(self._note_meeting):
+                loss = plain.run_forward(args, plain.given[1]).loss
+        except Exception:  # of the user's code, to which a part of a batch, or `eval()`, is news
+            loss = None
+        self.is_in_vain |= plain.draws or loss is None or loss.numel() != 1
+        return math.nan if loss is None or self.is_in_vain else float(loss)
+
+    def _note_meeting(self, name: str, group: dist.ProcessGroup | None) -> None:
+        self.is_in_vain = True
+
+
+def _parts(batch: Any = None) -> list[Any]:
+    """Few equal parts of a batch; none where it cannot be cut."""
+    try:
+        size = batch_size_of(batch)
+    except ValueError:
+        return []
+    count = next((number for number in range(2, _MOST_PARTS + 1) if size % number == 0), 0)
+    return cut_batch(batch, size, count) if count else []
+
+
+def _words(whole: float, losses: Sequence[float], num_ranks: int, near: float) -> str:
+    """The difference between the mean over ranks and one process, in words; empty if there is none."""
+    total = sum(losses)
+    most = near * max(map(abs, (whole, *losses)))
+    if not math.isfinite(whole) or not math.isfinite(total) or abs(whole - total / len(losses)) <= most:
+        return ""
+    if abs(whole - total) <= most * len(losses):
+        return _SUM.format(whole=whole, parts=" + ".join(f"{loss:.5g}" for loss in losses), num_ranks=num_ranks)
+    return _OTHER.format(whole=whole, mean=total / len(losses), num_ranks=num_ranks)
+
+
+_SUM = (
+    "the loss is a sum over samples ({whole:.5g} = {parts}, of parts of a batch), but gradients are averaged over the "
+    "{num_ranks} ranks that read different samples, as under torch's DistributedDataParallel: each update is that of "
+    "one process with 1/{num_ranks} of the loss. Divide the loss by the number of samples"
+)
+_OTHER = (
+    "the loss of a batch ({whole:.5g}) is not the mean of the losses of its parts ({mean:.5g}), so that the mean over "
+    "the {num_ranks} ranks that read different samples is not the loss of one process with all of them. Where it is a "
+    "mean over tokens of which samples have different numbers, give the callback TokenWeighted; where it compares "
+    "samples with each other, take those of all ranks by self.all_gather(value, sync_grads=True)"
+)

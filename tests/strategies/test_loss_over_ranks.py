@@ -1,0 +1,136 @@
+"""Ranks average the losses of their samples. Where that is not the loss of all of them, the first step says so."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_parallel import build_strategy
+from lightning_parallel.callbacks import TokenWeighted
+from lightning_parallel.strategies.loss_over_ranks import _words
+from tests.data import GLOBAL_BATCH, batches
+from tests.models.cases import LENGTH, VOCABULARY, ByteGPT
+from tests.models.faults import SumOfSamples, UnevenLabels, WithDropout
+from tests.names import num_ranks, num_readers
+from tests.parity import checked, make_trainer, train_module
+
+
+class ComparesSamples(ByteGPT):
+    """A loss whose negatives are the other samples of the batch."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        outputs = F.normalize(self.model(tokens).mean(1), dim=-1)
+        return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+class ComparesAllSamples(ByteGPT):
+    """As it should be under data parallelism."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        outputs = F.normalize(self.model(tokens).mean(1), dim=-1)
+        outputs = self.all_gather(outputs, sync_grads=True).flatten(0, -2)
+        return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+class DrawsNoise(ByteGPT):
+    """A loss of random numbers is another one on each part of a batch."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return (self.model(tokens) - torch.randn(1)).square().mean()
+
+
+class FailsOnParts(ByteGPT):
+    """A step that is written for one size of batches."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return super().loss(tokens) * tokens.view(GLOBAL_BATCH // 2, LENGTH).shape[0]
+
+
+@contextmanager
+def lines() -> Iterator[list[str]]:
+    """What is said of losses."""
+    found: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith(("the loss is a sum", "the loss of a batch")):
+                found.append(record.getMessage())
+
+    logger, handler = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Handler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def told(make: Any, name: str, callbacks: tuple[Callback, ...] = (), **kwargs: Any) -> list[str]:
+    size = num_ranks(name)
+    loader = batches("byte_gpt", num_readers(name, size), 2)
+    with lines() as found:
+        train_module(make, loader, checked(name), size, watching=callbacks, **kwargs)
+    return found
+
+
+SUM, OTHER = "the loss is a sum over samples", "is not the mean of the losses of its parts"
+
+
+@pytest.mark.parametrize(("make", "words"), [(SumOfSamples, SUM), (UnevenLabels, OTHER), (ComparesSamples, OTHER)])
+@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom", "fsdp_tp_custom"])
+def test_other_losses_are_told_once(ranks: Any, make: Any, words: str, name: str) -> None:
+    first, *others = ranks(num_ranks(name)).run(told, make, name)
+    assert len(first) == 1
+    assert words in first[0]
+    assert "2 ranks that read different samples" in first[0]
+    assert not any(others)
+
+
+@pytest.mark.parametrize("make", [ByteGPT, WithDropout, ComparesAllSamples, DrawsNoise, FailsOnParts])
+def test_nothing_is_told_of_means_and_of_what_cannot_be_seen(ranks: Any, make: Any) -> None:
+    assert not any(ranks(2).run(told, make, "ddp_custom"))
+
+
+def test_nothing_is_told_where_all_ranks_share_the_samples(ranks: Any) -> None:
+    assert not any(ranks(2).run(told, SumOfSamples, "tp_custom"))
+
+
+def test_nothing_is_told_where_a_callback_weights_the_loss(ranks: Any) -> None:
+    assert not any(ranks(2).run(told, UnevenLabels, "ddp_custom", (TokenWeighted(),)))
+
+
+def test_a_window_of_several_microsteps(ranks: Any) -> None:
+    assert SUM in ranks(2).run(told, SumOfSamples, "ddp_custom", accumulate_grad_batches=2)[0][0]
+
+
+def other_sizes(make: Any) -> list[str]:
+    """Batches of samples that have no part but one sample."""
+    trainer = make_trainer(build_strategy("ddp_custom:check=first_step"), 2, max_steps=1)
+    tokens = torch.randint(0, VOCABULARY, (22, LENGTH), generator=torch.Generator().manual_seed(0))
+    with lines() as found:
+        trainer.fit(make("sgd"), DataLoader(TensorDataset(tokens), batch_size=11))
+    return found
+
+
+def test_batches_without_parts_are_left_out(ranks: Any) -> None:
+    assert not any(ranks(2).run(other_sizes, SumOfSamples))
+
+
+def test_words() -> None:
+    assert _words(1.0, [0.9, 1.1], 2, 1e-4) == ""
+    assert _words(2.0, [0.9, 1.1], 2, 1e-4).startswith(SUM)
+    assert OTHER in _words(1.2, [0.9, 1.1], 2, 1e-4)
+    assert _words(math.nan, [0.9, 1.1], 2, 1e-4) == ""
+    assert _words(0.0, [0.0, 0.0], 2, 1e-4) == ""
