@@ -25,7 +25,7 @@ from lightning_parallel.strategies.joint_updates import JointUpdates
 from lightning_parallel.strategies.optimizers import tell_missing_states
 from lightning_parallel.strategies.positioned_strategy import PositionedStrategy
 from lightning_parallel.strategies.precision import widen
-from lightning_parallel.strategies.refusals import module_violations, packed_violations, without_unmovable_module
+from lightning_parallel.strategies.refusals import module_violations, without_unmovable_module
 from lightning_parallel.strategies.saving_strategy import Saving
 from lightning_parallel.techniques.deferred_init.deferral import Deferral
 
@@ -112,8 +112,7 @@ class PlannedStrategy(PositionedStrategy):
 
     @override
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
-        packed = packed_violations(module) if self.sends_tensors else []
-        return module_violations(module, is_fitting=is_fitting, record=self._deferral.record) + packed
+        return module_violations(module, is_fitting, self._deferral.record, sends_tensors=self.sends_tensors)
 
     @override
     def setup_environment(self) -> None:

@@ -60,15 +60,18 @@ def device_violations(
     return found
 
 
-def module_violations(module: LightningModule, *, is_fitting: bool, record: InitRecord | None = None) -> list[str]:
+def module_violations(
+    module: LightningModule, is_fitting: bool, record: InitRecord | None = None, *, sends_tensors: bool = False
+) -> list[str]:
     """Reasons that lie in the module.
 
     Args:
         module: The user's module.
         is_fitting: Whether it is to be trained.
         record: The record of its initialisation, if `configure_model` was recorded.
+        sends_tensors: Whether ranks send each other parameters.
     """
-    found = []
+    found = packed_violations(module) if sends_tensors else []
     if is_fitting and not any(parameter.requires_grad for parameter in module.parameters()):
         count = sum(1 for _ in module.parameters())
         found.append(
