@@ -228,13 +228,7 @@ class PlannedStrategy(PositionedStrategy):
     def on_validation_start(self) -> None:
         self.steps.begin()
 
-    @override
-    def on_test_start(self) -> None:
-        self.steps.begin()
-
-    @override
-    def on_predict_start(self) -> None:
-        self.steps.begin()
+    on_test_start = on_predict_start = on_validation_start
 
 
 def _policies_for(module: LightningModule, policies: Policies) -> Policies:
