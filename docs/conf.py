@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ release = version = lightning_parallel.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "_generated"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 html_title = f"lightning_parallel {release}"
 
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -144,11 +147,12 @@ def matrix_as_markdown(matrix: Matrix, table: dict[str, Any]) -> str:
         number = f"{word} ({reasons.index(reason) + 1})"
         return f"**{number}**" if word in matrix.defects else number
 
-    columns = [f"`{name}`" for name in table["names"]]
+    # On few letters' room a name goes on in the next line.
+    columns = [re.sub("([_:,])", r"\1<wbr>", f"<code>{name}</code>") for name in table["names"]]
     rows = [[matrix.row, *columns], ["---"] * (len(columns) + 1)]
     for row in table[matrix.rows]:
         rows.append([label(row), *(show(table["cells"][row][name], name) for name in table["names"])])
-    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines = ["::::{container} matrix", *(f"| {' | '.join(row)} |" for row in rows), "::::"]
     if reasons:
         said = {cell.partition(": ")[0] for row in table["cells"].values() for cell in row.values()}
         defects = " or a defect" if said & set(matrix.defects) else ""

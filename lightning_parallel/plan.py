@@ -24,7 +24,6 @@ from lightning_parallel.techniques.pipeline.placement import Placement, placemen
 from lightning_parallel.techniques.pipeline.plan import (
     PipelinePlan,
     cut_violations,
-    hooked_layers_violations,
     plan_pipeline,
     sharing_violations,
 )
@@ -195,7 +194,7 @@ def _layer_violations(module: nn.Module, plan: Plan) -> list[str]:
             f"{chosen} works layer by layer, and {plan.module} has no stack of repeated layers; name one "
             "with layers='path.to.the.list' (a ModuleList or Sequential), or leave it out"
         ]
-    return hooked_layers_violations(module, plan.structure) if "pipeline" in cutting else []
+    return []
 
 
 def _after_cutting(module: nn.Module, plan: Plan) -> list[str]:

@@ -26,7 +26,7 @@ LAYERS = (
     ("steps",),
     ("strategies", "callbacks"),
     ("presets",),
-    ("verification", "bench", "launch"),
+    ("verification", "bench", "launch", "report"),
     ("cli",),
     ("",),
 )

@@ -1,6 +1,9 @@
-"""Names of actions that Lightning's loops tell the profiler."""
+"""Names of actions that Lightning's loops, and this package, tell the profiler."""
 
 from __future__ import annotations
+
+WAITING = "[Pipeline]waiting"
+"""What a rank of a pipeline tells: it waits for another one."""
 
 _PHASES = {
     ("[_TrainingEpochLoop", "train_dataloader_next"): "data",
@@ -12,6 +15,7 @@ _PHASES = {
     ("[LightningModule", "optimizer_zero_grad"): "optimizer",
     ("optimizer_step", ""): "optimizer",  # under manual optimization
     ("save_checkpoint", ""): "checkpoint",
+    ("[Pipeline", "waiting"): "bubble",
 }
 
 

@@ -5,9 +5,11 @@ from lightning_parallel.callbacks.batch_size import BatchSizeFinder
 from lightning_parallel.callbacks.device_prefetch import DevicePrefetch
 from lightning_parallel.callbacks.doctor import Doctor
 from lightning_parallel.callbacks.global_batch import GlobalBatch
+from lightning_parallel.callbacks.gpu_monitor import GpuMonitor
 from lightning_parallel.callbacks.gradient_norm import GradientNorm
 from lightning_parallel.callbacks.learning_rate import ScaledLearningRate
 from lightning_parallel.callbacks.non_finite import NonFinite
+from lightning_parallel.callbacks.rank_logs import RankLogs
 from lightning_parallel.callbacks.step_breakdown import StepBreakdown
 from lightning_parallel.callbacks.throughput import Throughput
 from lightning_parallel.callbacks.token_weighted import TokenWeighted
@@ -19,8 +21,10 @@ __all__ = [
     "Doctor",
     "ExponentialMovingAverage",
     "GlobalBatch",
+    "GpuMonitor",
     "GradientNorm",
     "NonFinite",
+    "RankLogs",
     "ScaledLearningRate",
     "StepBreakdown",
     "Throughput",

@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_parallel import _lightning
 from lightning_parallel.callbacks.breakdown_windows import Straggler
 from lightning_parallel.callbacks.exposed_time import UpdateProfile
+from lightning_parallel.callbacks.gpu_monitor import GpuMonitor
 from lightning_parallel.callbacks.meter_log import MeterLog
 from lightning_parallel.callbacks.meter_windows import MeteredRanks
 from lightning_parallel.callbacks.metered_steps import MeteredSteps, MeteredWindow, slow_rank
@@ -18,7 +19,7 @@ from lightning_parallel.callbacks.step_breakdown import StepBreakdown
 from lightning_parallel.callbacks.step_phases import TimedActions
 from lightning_parallel.callbacks.strategy_protocol import PlansModules, has_whole_replicas, num_local_processes
 from lightning_parallel.callbacks.throughput import Throughput
-from lightning_parallel.callbacks.verdicts import Evidence, Verdict, verdict
+from lightning_parallel.callbacks.verdicts import Evidence, Throttling, Verdict, most_throttled, verdict
 from lightning_parallel.callbacks.worker_trials import default_counts, tune_workers
 from lightning_parallel.errors import check
 
@@ -36,8 +37,8 @@ class Doctor(MeteredSteps):
 
     One line for a window, about what costs most; none where nothing costs a tenth of an update. It names waiting for
     data, copies of batches, communication that nothing hides, a model that is too small for its ranks, a rank for
-    which others wait, and, on an accelerator, an allocator that runs out of memory. With a `StepBreakdown` it hears
-    the windows of that, and else times steps in the same way.
+    which others wait, and, on an accelerator, an allocator that runs out of memory, and with a `GpuMonitor` a device
+    that is throttled. With a `StepBreakdown` it hears the windows of that, and else times steps in the same way.
 
     Communication is measured with torch's profiler, on several ranks, in the update behind the first window and every
     tenth one, which does not count. Where training waits for data, the loader is tried once with other numbers of
@@ -141,6 +142,7 @@ class Doctor(MeteredSteps):
             gradient_bytes=sum(each.numel() * each.element_size() for each in trained),
             retries=retries,
             copies_aside=bool(loaders) and all(each.pin_memory for each in loaders),
+            throttling=_throttling(trainer),
         )
         said = verdict(found, on_communication=_on_communication(trainer))
         if said is None:
@@ -213,6 +215,12 @@ def _is_profiled(trainer: Trainer) -> bool:
     while isinstance(own, TimedActions):
         own = own.own
     return isinstance(own, PyTorchProfiler)
+
+
+def _throttling(trainer: Trainer) -> Throttling | None:
+    """The device that is throttled for longest, where a `GpuMonitor` looks; the same on all ranks."""
+    monitors = (each for each in _callbacks(trainer) if isinstance(each, GpuMonitor))
+    return next((most_throttled(each.latest, trainer.world_size) for each in monitors), None)
 
 
 def _mfu(trainer: Trainer) -> str:

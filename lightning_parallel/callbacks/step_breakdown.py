@@ -24,9 +24,10 @@ class StepBreakdown(MeteredSteps):
     """Log the share of a step in which ranks wait for data, copy it, run forward and backward, and update; and memory.
 
     Shares of the time of all ranks, with ``breakdown/`` before them, add up to 1: ``data``, ``copy``, ``forward``,
-    ``backward`` (under a pipeline, which runs them in turns, ``forward_backward``), ``optimizer``, ``checkpoint``, and
-    ``other``: hooks, loggers and other callbacks. ``step_seconds`` is what they are shares of. Validation is none of
-    it, and the first update is left out.
+    ``backward``, ``optimizer``, ``checkpoint``, and ``other``: hooks, loggers and other callbacks. Under a pipeline,
+    which runs them in turns, ``forward_backward`` is in place of two of them, and ``bubble`` is the time in which a
+    stage waits for another one. ``step_seconds`` is what they are shares of. Validation is none of it, and the first
+    update is left out.
 
     Ranks wait for each other, so that all steps take as long as those of the slowest rank. It is named in a line where
     it is slower by itself, in time in which it does not wait: in all but backward where each rank has the whole module,

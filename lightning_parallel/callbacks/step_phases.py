@@ -14,6 +14,7 @@ from lightning_parallel.callbacks.step_clock import Clock, Phases
 
 OTHER = "other"
 JOINED = "forward_backward"
+BUBBLE = "bubble"
 _NAMES = ("data", "copy", "forward", "backward", "optimizer", "checkpoint", OTHER)
 _PARTS = ("forward", "backward")
 
@@ -38,7 +39,9 @@ class StepPhases:
         """The phases that there are."""
         if not self._joins:
             return _NAMES
-        return tuple(dict.fromkeys(JOINED if name in _PARTS else name for name in _NAMES))
+        names = [JOINED if name in _PARTS else name for name in _NAMES]
+        names.insert(names.index(JOINED) + 1, BUBBLE)
+        return tuple(dict.fromkeys(names))
 
     def begin(self, name: str) -> None:
         """Begin a phase inside of the one that goes on."""

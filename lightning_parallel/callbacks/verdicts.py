@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_parallel.callbacks.breakdown_windows import Straggler
@@ -20,7 +21,8 @@ class Verdict:
     """One thing that holds a training up.
 
     Args:
-        name: ``"memory"``, ``"slow rank"``, ``"data"``, ``"copies"``, ``"communication"`` or ``"too small"``.
+        name: ``"memory"``, ``"slow rank"``, ``"throttled"``, ``"data"``, ``"copies"``, ``"communication"`` or
+            ``"too small"``.
         seconds: Of an update that would be saved.
         step: Seconds of an update.
         evidence: What was measured.
@@ -40,6 +42,36 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Throttling:
+    """A device that its driver slows down, for heat or power.
+
+    Args:
+        rank: The rank that has it.
+        share: Of the time in which it is throttled.
+        clock: Its clock as a share of the highest one; not a number where it is not known.
+    """
+
+    rank: int
+    share: float
+    clock: float
+
+
+def most_throttled(values: Mapping[str, float], num_ranks: int) -> Throttling | None:
+    """The device that is throttled for longest, as a `GpuMonitor` has logged it; ``None`` where none is.
+
+    Args:
+        values: By name, of all ranks.
+        num_ranks: The ranks.
+    """
+
+    def of(rank: int, name: str) -> float:
+        return values.get(f"monitor/rank{rank}/{name}", math.nan)
+
+    found = [Throttling(rank, of(rank, "throttled"), of(rank, "clock_percent") / 100) for rank in range(num_ranks)]
+    return max((each for each in found if each.share > 0), key=lambda each: each.share, default=None)
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Measurements of a window.
 
@@ -51,6 +83,7 @@ class Evidence:
         gradient_bytes: Of the whole model.
         retries: How often the allocator had to free memory and try again, in this window.
         copies_aside: Whether batches are copied from pinned memory already.
+        throttling: The device that is throttled for longest, where a `GpuMonitor` looks.
     """
 
     seconds: dict[str, float]
@@ -60,6 +93,7 @@ class Evidence:
     gradient_bytes: float = 0.0
     retries: float = 0.0
     copies_aside: bool = False
+    throttling: Throttling | None = None
 
     @property
     def step(self) -> float:
@@ -76,7 +110,12 @@ def verdict(found: Evidence, *, on_communication: str) -> Verdict | None:
     """
     if found.retries:
         return Verdict("memory", 0.0, found.step, _RETRIES.format(found.retries), _ON_MEMORY)
-    candidates = [*_of_ranks(found), *_of_reading(found), *_of_communication(found, on_communication)]
+    candidates = [
+        *_of_throttling(found),
+        *_of_ranks(found),
+        *_of_reading(found),
+        *_of_communication(found, on_communication),
+    ]
     return max(candidates, key=lambda each: each.seconds, default=None)
 
 
@@ -85,6 +124,16 @@ def _of_ranks(found: Evidence) -> list[Verdict]:
         return []
     advice = _ON_SLOW_DATA if slow.phase == "data" else _ON_SLOW_RANK
     return [Verdict("slow rank", slow.seconds - slow.median, found.step, str(slow), advice.format(slow.rank))]
+
+
+def _of_throttling(found: Evidence) -> list[Verdict]:
+    if (hot := found.throttling) is None or hot.share < VISIBLE or 1 - hot.clock < VISIBLE:
+        return []
+    is_known = not math.isnan(hot.clock)
+    evidence = f"the device of rank {hot.rank} is throttled in {hot.share:.0%} of the time"
+    evidence += f", and runs at {hot.clock:.0%} of its clock" if is_known else ""
+    lost = (1 - hot.clock) * found.step if is_known else 0.0
+    return [Verdict("throttled", lost, found.step, evidence, _ON_THROTTLING)]
 
 
 def _of_reading(found: Evidence) -> list[Verdict]:
@@ -136,6 +185,7 @@ _ON_SLOW_DATA = (
     "DevicePrefetch may hide it"
 )
 _ON_SLOW_RANK = "Look at the machine of rank {}: other processes, heat, fewer cores; or at what this rank alone does"
+_ON_THROTTLING = "Look at its cooling and its supply of power; nvidia-smi -q -d PERFORMANCE says which of them it is"
 _ON_DATA = "Give the loader more workers (num_workers=), pin_memory=True on an accelerator, and take DevicePrefetch"
 _ON_COPIES = "Give the loader pin_memory=True and take DevicePrefetch, which copies while a step computes"
 _ON_PINNED_COPIES = "Let hooks around the copy do less, or send smaller dtypes, such as images in uint8"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +18,18 @@ from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from lightning_parallel.checkpoint.copies import unshared
-from lightning_parallel.checkpoint.sharded_folder import FORMAT, MANIFEST, MODEL, OPTIMIZERS, REST, described
+from lightning_parallel.checkpoint.places import put, sync_folder
+from lightning_parallel.checkpoint.sharded_folder import (
+    FORMAT,
+    MANIFEST,
+    MODEL,
+    OPTIMIZERS,
+    REST,
+    described,
+    manifest_text,
+)
 from lightning_parallel.checkpoint.whole_file import write_whole
-from lightning_parallel.checkpoint.whole_folder import put, sync_file
+from lightning_parallel.checkpoint.whole_folder import sync_file
 from lightning_parallel.errors import CheckpointError
 from lightning_parallel.ranks.dtensors import local_of
 
@@ -216,9 +224,10 @@ class FolderWriter:
         files |= {name: described(partial / name) for name in (".metadata", REST)}
         own = {"format": FORMAT, "form": "sharded", **manifest, "tied": self._contents.tied, "files": files}
         with (partial / MANIFEST).open("w") as file:
-            json.dump(own, file, indent=1)
+            file.write(manifest_text(own))
             file.flush()
             os.fsync(file.fileno())
+        sync_folder(partial)
         put(partial, path)
 
     def add_values(self, values: Mapping[tuple[int, int, str], Any]) -> None:

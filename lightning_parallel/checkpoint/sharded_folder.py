@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,24 @@ FORMAT = 1
 """Version of the format of folders."""
 MANIFEST, REST = "manifest.json", "rest.pt"
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
-_BLOCK = 1 << 22
+_BLOCK = 1 << 20
+"""Bytes that are read at a time: the processor's cache has them when their checksum is computed."""
+_CHECKSUM = "sha256"
 
 
 def is_folder(path: Path) -> bool:
     """Whether a sharded checkpoint is there, or what is left of one."""
     return path.is_dir() and ((path / MANIFEST).exists() or (path / ".metadata").exists())
+
+
+def manifest_text(manifest: Mapping[str, Any]) -> str:
+    """The contents of the file of a manifest, with a checksum of them.
+
+    Args:
+        manifest: What JSON can hold.
+    """
+    own = json.loads(json.dumps(manifest))
+    return json.dumps({**own, _CHECKSUM: _checksum(own)}, indent=1)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -32,18 +45,37 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: If it says nothing, or is of a later version of this package.
     """
+    manifest: Any = None
     try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads((path / MANIFEST).read_text())
+        problem = _problem_of(manifest)
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"the checkpoint {path} is damaged: its {MANIFEST} cannot be read ({error}); give another one"
-        ) from error
+        problem = f"cannot be read ({error})"
+    if problem:
+        raise CheckpointError(f"the checkpoint {path} is damaged: its {MANIFEST} {problem}; give another one")
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"the checkpoint {path} has the format {manifest.get('format')}, where {FORMAT} is read; "
             f"give one of that format, or use the packages that wrote it, {manifest.get('versions', {})}, or later ones"
         )
-    return manifest
+    return dict(manifest)
+
+
+def _problem_of(manifest: Any) -> str:
+    """The reason why it is none that was written, in words; "" if it is, or of another format."""
+    if not isinstance(manifest, dict):
+        return "is none of a checkpoint"
+    if manifest.get("format") != FORMAT:
+        return ""
+    own = dict(manifest)
+    checksum = own.pop(_CHECKSUM, None)  # folders of earlier versions have none
+    if checksum is not None and checksum != _checksum(own):
+        return "differs from its checksum"
+    return next((f"lacks {key}" for key in ("files", "tied") if not isinstance(own.get(key), dict)), "")
+
+
+def _checksum(own: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
 
 
 def damage_of_folder(path: Path, part: tuple[int, int] = (0, 1)) -> str:
@@ -58,14 +90,22 @@ def damage_of_folder(path: Path, part: tuple[int, int] = (0, 1)) -> str:
     except CheckpointError as error:
         return str(error).partition(" is damaged: ")[2].rpartition("; ")[0] or str(error)
     for name, expected in sorted(files.items())[part[0] :: part[1]]:
-        file = path / name
-        if not file.is_file():
-            return f"its file {name} is missing"
-        if (size := file.stat().st_size) != expected["bytes"]:
-            return f"its file {name} has {size:,} bytes in place of {expected['bytes']:,}"
-        if described(file) != expected:
-            return f"what {name} holds differs from its checksum"
+        try:
+            damage = _damage_of_file(path / name, expected)
+        except OSError as error:
+            damage = f"its file {name} cannot be read ({error})"
+        if damage:
+            return damage
     return ""
+
+
+def _damage_of_file(file: Path, expected: Mapping[str, Any]) -> str:
+    if not file.is_file():
+        return f"its file {file.name} is missing"
+    if (size := file.stat().st_size) != expected["bytes"]:
+        return f"its file {file.name} has {size:,} bytes in place of {expected['bytes']:,}"
+    kind = "sha256" if "sha256" in expected else "crc32"
+    return "" if described(file, kind) == expected else f"what {file.name} holds differs from its checksum"
 
 
 def open_folder(path: Path, load: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
@@ -97,10 +137,19 @@ def open_folder(path: Path, load: Callable[[Path], dict[str, Any]]) -> dict[str,
     return checkpoint
 
 
-def described(file: Path) -> dict[str, Any]:
-    """The bytes and the checksum of a file."""
-    digest = hashlib.sha256()
-    with file.open("rb") as opened:
-        while block := opened.read(_BLOCK):
-            digest.update(block)
-    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+def described(file: Path, kind: str = "crc32") -> dict[str, Any]:
+    """The bytes and the checksum of a file.
+
+    Args:
+        file: The file.
+        kind: That of the checksum, ``"sha256"`` in folders of earlier versions.
+    """
+    digest, checksum = hashlib.sha256(), 0
+    buffer = memoryview(bytearray(_BLOCK))
+    with file.open("rb", buffering=0) as opened:
+        while count := opened.readinto(buffer):
+            if kind == "sha256":
+                digest.update(buffer[:count])
+            else:
+                checksum = zlib.crc32(buffer[:count], checksum)
+    return {"bytes": file.stat().st_size, kind: digest.hexdigest() if kind == "sha256" else f"{checksum:08x}"}

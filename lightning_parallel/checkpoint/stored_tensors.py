@@ -145,10 +145,16 @@ class StoredTensors(MutableMapping[str, Any]):
         Args:
             name: The name.
             like: A tensor, maybe sharded.
-            reads: Takes what the part is to be filled with, for `StoredFolder.read` of many at once.
+            reads: Takes what is to be filled with its values, for `StoredFolder.read` of many at once.
         """
-        if not isinstance(like, DTensor) or self.shape_of(name) != like.shape:
-            return self[name]
+        shape = self.shape_of(name)
+        if not isinstance(like, DTensor) or shape != like.shape:
+            # One that is going to be sharded otherwise is read now: what is asked for later has no values yet.
+            if reads is None or shape is None or (isinstance(like, DTensor) and len(shape)):
+                return self[name]
+            key = self._stored[name]
+            reads[key] = torch.empty(shape, dtype=self.folder.tensors[key].properties.dtype)
+            return reads[key]
         described = self.folder.tensors[self._stored[name]]
         local = torch.empty_like(like.to_local(), dtype=described.properties.dtype)
         part = DTensor.from_local(

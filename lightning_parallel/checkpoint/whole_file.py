@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_parallel.checkpoint.places import lock, put, remove
+from lightning_parallel.checkpoint.sharded_folder import is_folder
 from lightning_parallel.errors import CheckpointError
 
 _OF_OLD = b"\x80"
@@ -61,6 +63,8 @@ def written_aside(path: Path, num_bytes: int) -> Iterator[BufferedWriter]:
         ...     file.write(data)
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() and not is_folder(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     remove_partial(path.parent)
     check_room(path.parent, num_bytes)
     partial, file = _open_partial(path.parent)
@@ -69,11 +73,10 @@ def written_aside(path: Path, num_bytes: int) -> Iterator[BufferedWriter]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            partial.replace(path)  # before it is closed, and with that unlocked
+            put(partial, path)  # before it is closed, and with that unlocked
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
 
 
 def save_into(value: Any, file: BufferedWriter) -> None:
@@ -100,7 +103,7 @@ def remove_partial(folder: Path) -> None:
             descriptor = os.open(partial, os.O_RDONLY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+                remove(partial)
             finally:
                 os.close(descriptor)
 
@@ -113,8 +116,11 @@ def damage_of(path: Path) -> str:
     Args:
         path: A file.
     """
-    with path.open("rb") as file:
-        begin = file.read(4)
+    try:
+        with path.open("rb") as file:
+            begin = file.read(4)
+    except OSError as error:
+        return f"it cannot be read ({error})"
     if begin.startswith(_OF_OLD):
         return ""  # torch's format of before 1.6, without checksums
     if not path.stat().st_size:
@@ -178,21 +184,9 @@ def _open_partial(folder: Path) -> tuple[Path, BufferedWriter]:
     while True:
         partial = folder / PARTIAL.replace("*", secrets.token_hex(8))
         file = partial.open("xb")
-        with contextlib.suppress(OSError):  # file systems without locks
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if partial.exists():
+        if lock(file.fileno()) and partial.exists():
             return partial, file
         file.close()  # another writer has removed it before it was locked
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in `folder` to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot; the file itself is on the disk
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def not_written(path: Path, error: OSError, num_bytes: int) -> str:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import os
 import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_parallel.checkpoint.whole_file import PARTIAL, check_room, remove_partial, sync_folder
-
-_AT_CWD, _EXCHANGE = -100, 2
-"""Arguments of Linux's renameat2: paths from the working directory, and that the two change places."""
+from lightning_parallel.checkpoint.places import lock, put, remove, sync_folder
+from lightning_parallel.checkpoint.whole_file import PARTIAL, check_room, remove_partial
 
 
 @contextlib.contextmanager
@@ -37,6 +32,7 @@ def folder_aside(path: Path, num_bytes: int) -> Iterator[Path]:
         yield partial
         for each in partial.iterdir():
             sync_file(each)
+        sync_folder(partial)
         put(partial, path)
 
 
@@ -54,51 +50,24 @@ def partial_folder(path: Path, num_bytes: int) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_partial(path.parent)
     check_room(path.parent, num_bytes)
-    partial = path.parent / PARTIAL.replace("*", secrets.token_hex(8))
-    partial.mkdir()
-    lock = os.open(partial, os.O_RDONLY)
+    partial, descriptor = _locked_folder(path.parent)
     try:
-        with contextlib.suppress(OSError):  # file systems without locks
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield partial
     finally:
-        os.close(lock)
-        _remove(partial)
+        os.close(descriptor)
+        remove(partial)
 
 
-def put(partial: Path, path: Path) -> None:
-    """Give a folder the name under which it is read. What has that name is there until then, where Linux can do that.
-
-    Args:
-        partial: The folder, written.
-        path: The name.
-    """
-    sync_folder(partial)
-    if not path.exists():
-        partial.rename(path)
-    elif not _exchange(partial, path):
-        before = partial.with_suffix(".replaced")
-        path.rename(before)  # a kill just then leaves it there
-        try:
-            partial.rename(path)
-        except BaseException:
-            before.rename(path)
-            raise
-        _remove(before)
-    sync_folder(path.parent)
-
-
-def _exchange(partial: Path, path: Path) -> bool:
-    """Let two names change places, if the system can do that; whoever has made `partial` removes what it names then."""
-    exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    return exchange is not None and not exchange(_AT_CWD, os.fsencode(partial), _AT_CWD, os.fsencode(path), _EXCHANGE)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def _locked_folder(parent: Path) -> tuple[Path, int]:
+    """A new folder, and what holds a lock of it as long as it is open."""
+    while True:
+        partial = parent / PARTIAL.replace("*", secrets.token_hex(8))
+        partial.mkdir()
+        with contextlib.suppress(FileNotFoundError):  # another writer has removed it before it was locked
+            descriptor = os.open(partial, os.O_RDONLY)
+            if lock(descriptor) and partial.exists():
+                return partial, descriptor
+            os.close(descriptor)
 
 
 def sync_file(path: Path) -> None:

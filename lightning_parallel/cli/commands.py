@@ -81,6 +81,10 @@ def _answer(command: str) -> None:
         from lightning_parallel.cli.doctor import doctor
 
         sys.exit(doctor(sys.argv[2:]))
+    elif command == "report":
+        from lightning_parallel.cli.report import report
+
+        sys.exit(report(sys.argv[2:]))
     elif command == "bench":
         from lightning_parallel.cli.bench import bench
 

@@ -12,6 +12,7 @@ usage: lightning-parallel COMMAND [options]
   verify                            a recipe under its strategy against one process, on the CPU
   bench                             a recipe under several strategies and on several numbers of devices, timed
   doctor                            some steps of a recipe, and a report of where their time goes
+  report RUN_DIR ...                one page of HTML from the logs of runs, compared
   explain                           what a recipe's strategy would do to each layer; the options of fit
   inspect CKPT                      what a checkpoint holds, and whether it is intact
   export CKPT --to FORMAT --out P   its weights as safetensors | huggingface | lightning | torch

@@ -22,7 +22,7 @@ from lightning_parallel.module.object_state import (
     tensors_inside,
 )
 
-_FRAMEWORKS = ("lightning", "lightning_parallel", "pytorch_lightning", "torch", "torchmetrics", "transformers")
+FRAMEWORKS = ("lightning", "lightning_parallel", "pytorch_lightning", "torch", "torchmetrics", "transformers")
 _OTHERS = ("aim", "clearml", "comet_ml", "mlflow", "neptune", "numpy", "rich", "tensorboard", "tqdm", "wandb")
 """Libraries whose objects keep no state for a step; loggers' threads write into theirs meanwhile."""
 _NO_STATE = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
@@ -108,7 +108,7 @@ def has_state(value: Any) -> bool:
     libraries = {
         cls.__module__.partition(".")[0] for cls in type(value).__mro__ if cls not in (object, SimpleNamespace)
     }
-    return libraries.isdisjoint((*_FRAMEWORKS, *_OTHERS)) and libraries.isdisjoint(sys.stdlib_module_names)
+    return libraries.isdisjoint((*FRAMEWORKS, *_OTHERS)) and libraries.isdisjoint(sys.stdlib_module_names)
 
 
 def _is_small(_: str, value: Any) -> bool:

@@ -35,11 +35,14 @@ class Watch:
         stage: Returns the number of the stage that computes at this point of the step.
         touch: Called with the name of each parameter that an operation takes.
         refuse: Called with a placeholder that an operation takes though another stage computes it.
+        is_at_end: Returns whether no stage follows at this point of the step, which is only looked at: an operation may
+            write into a real tensor, which gets no values.
     """
 
     stage: Callable[[], int]
     touch: Callable[[str], None]
     refuse: Callable[[Placeholder], None]
+    is_at_end: Callable[[], bool] = lambda: False
 
 
 class Placeholder(Tensor):
@@ -93,7 +96,8 @@ class Placeholder(Tensor):
         if name in _READING:
             raise PlaceholderReadError([_read(name.replace("_local_scalar_dense", "item"), sources, held_by)])
         # Writing a placeholder into a real tensor would leave memory that nobody filled.
-        if func._schema.is_mutable and _has_real(args[0] if name.endswith("_") else _outs_of(func, kwargs)):
+        is_written = func._schema.is_mutable and _has_real(args[0] if name.endswith("_") else _outs_of(func, kwargs))
+        if is_written and (watch is None or not watch.is_at_end()):
             raise PlaceholderReadError([_written(sources, held_by)])
         if torch.Tag.nondeterministic_seeded in func.tags and asking(__name__) == "hook":
             func(*tree_map(_to_zeros, args), **tree_map(_to_zeros, kwargs))
@@ -314,9 +318,8 @@ def _read(read: str, sources: frozenset[str], held_by: frozenset[int]) -> str:
 def _written(sources: frozenset[str], held_by: frozenset[int]) -> str:
     return (
         f"the code {at(line_of_user())} writes what {_holder(held_by)} computes or holds (with "
-        f"{_named(sources)}) into a tensor of this rank. To clip gradients, give the Trainer gradient_clip_val, "
-        "or call self.clip_gradients where the module optimizes manually. A loss on what inner parts of layers return "
-        "(logits of routers, attention weights) needs pipeline=1"
+        f"{_named(sources)}) into a tensor of this rank. To clip gradients, give the Trainer gradient_clip_val, or "
+        "call self.clip_gradients where the module optimizes manually; in a step, schedule='turns' or pipeline=1"
     )
 
 

@@ -142,7 +142,8 @@ def _rebind_functions(child: nn.Module, copies: Mapping[int, Any]) -> None:
             vars(child)[name] = _rebound(value, copies)
         elif isinstance(value, dict):
             functions = {key: each for key, each in value.items() if isinstance(each, FunctionType)}
-            value.update({key: _rebound(function, copies) for key, function in functions.items()})
+            for key, function in functions.items():
+                dict.__setitem__(value, key, _rebound(function, copies))  # also where its own methods refuse changes
 
 
 def _rebound(function: FunctionType, copies: Mapping[int, Any]) -> FunctionType:

@@ -24,7 +24,7 @@ _MOST = 3
 
 def states_of_metrics(module: nn.Module) -> MetricStates:
     """The states of all metrics in `module`, copied; without those that are no tensors."""
-    return {path: _states(metric) for path, metric in _metrics_in(module).items()}
+    return {path: _states(metric) for path, metric in metrics_in(module).items()}
 
 
 def follow_metrics(plain: nn.Module, module: nn.Module) -> None:
@@ -34,8 +34,8 @@ def follow_metrics(plain: nn.Module, module: nn.Module) -> None:
         plain: The copy.
         module: The module.
     """
-    ours = _metrics_in(module)
-    for path, metric in _metrics_in(plain).items():
+    ours = metrics_in(module)
+    for path, metric in metrics_in(plain).items():
         if (own := ours.get(path)) is not None:
             states = {name: getattr(own, name) for name in _lightning.metrics.state_names(own)}
             states = tree_map_only(Tensor, lambda value: value.detach().clone(), states)
@@ -44,7 +44,7 @@ def follow_metrics(plain: nn.Module, module: nn.Module) -> None:
 
 def num_updated(module: nn.Module) -> int:
     """The number of metrics in `module` that have counted something."""
-    return sum(1 for metric in _metrics_in(module).values() if metric.update_called)
+    return sum(1 for metric in metrics_in(module).values() if metric.update_called)
 
 
 def metric_differences(
@@ -85,7 +85,7 @@ def synced_differences(
     if group is None or not dist.is_initialized() or group.size() == dist.get_world_size():
         return []
     follow_metrics(plain, module)
-    ours, theirs = _metrics_in(module), _metrics_in(plain)
+    ours, theirs = metrics_in(module), metrics_in(plain)
     kinds: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(kinds, {path: _kind(metric) for path, metric in ours.items() if path in theirs})
     own: MetricStates = {}
@@ -97,7 +97,8 @@ def synced_differences(
     return metric_differences(own, expected, tolerance, over=", added up over the ranks")
 
 
-def _metrics_in(module: nn.Module) -> dict[str, Metric]:
+def metrics_in(module: nn.Module) -> dict[str, Metric]:
+    """Path -> metric, also of those in collections, lists and dicts."""
     held = held_modules(module)
     for child in held.values():
         if isinstance(child, MetricCollection):

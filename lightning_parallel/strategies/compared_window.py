@@ -15,7 +15,9 @@ from torch import Tensor
 
 from lightning_parallel.checkpoint.full_state import whole
 from lightning_parallel.module.differences import Tolerance, first_of, gradient_differences, value_difference
+from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.ranks.random_streams import RandomState
+from lightning_parallel.ranks.sketches import Sketches, unlike
 from lightning_parallel.ranks.stage_owners import stage_owners_of
 from lightning_parallel.strategies.compared_metrics import (
     MetricStates,
@@ -25,6 +27,9 @@ from lightning_parallel.strategies.compared_metrics import (
     synced_differences,
 )
 from lightning_parallel.strategies.plain_step import PlainSteps, StepValues, dense
+
+_SURE = 0.1
+"""The share of the tolerance up to which sketches show that gradients are equal: beyond, these are gathered."""
 
 
 @dataclass
@@ -141,8 +146,9 @@ class ComparedWindow:
             group: The ranks that read different samples; ``None`` for one process.
         """
         self.num_backwards += 1
+        is_one = not isinstance(self._factor, Tensor) or bool((self._factor == 1.0).all())
         for name, gradient in self._pending.items():
-            part = gradient * self._factor
+            part = gradient if is_one else gradient * self._factor
             self._gradients[name] = self._gradients[name] + part if name in self._gradients else part
         self._used |= self._pending.keys()
         self._pending = {}
@@ -167,12 +173,17 @@ class ComparedWindow:
         Args:
             group: The ranks that read different samples; ``None`` for one process.
         """
-        expected = self._gradients if self.has_hook else self.averaged(group)
-        self.num_gradients = len(expected)
         parameters = dict(self.plain.originals.named_parameters())
-        if gone := [name for name in expected if name not in parameters]:
+        names = [name for name, parameter in self.plain.module.named_parameters() if parameter.requires_grad]
+        self.num_gradients = len(names)
+        if gone := [name for name in names if name not in parameters]:
             return [f"a hook has tied or removed {first_of(gone)} since the module was made parallel; do it in setup"]
-        apart = self.gradient_differences(lambda name: whole_gradient(parameters[name]), expected)
+        apart: list[str] = []
+        if self.has_hook or any(of_all_ranks(_look_different(self.plain, self._gradients, group, self.tolerance))):
+            expected = self._gradients if self.has_hook else self.averaged(group)
+            self.num_gradients = len(expected)
+            apart = self.gradient_differences(lambda name: whole_gradient(parameters[name]), expected)
+        self._gradients = {}
         found = [*self.hook_differences(), *apart]
         return [*found, *synced_differences(self.plain.originals, self.plain.module, group, self.tolerance)]
 
@@ -230,6 +241,30 @@ def whole_gradient(parameter: Tensor) -> Tensor:
     """The whole gradient, on every rank; zeros where there is none. A collective."""
     owners = stage_owners_of(parameter)
     return whole(torch.zeros_like(parameter) if parameter.grad is None else dense(parameter.grad), owners)
+
+
+def _look_different(
+    plain: PlainSteps, gradients: Mapping[str, Tensor], group: dist.ProcessGroup | None, tolerance: Tolerance
+) -> bool:
+    """Whether gradients look different on this rank, before any is gathered. A collective of those that share some.
+
+    Args:
+        plain: The steps of the copy.
+        gradients: Name -> gradient of the copy on this rank.
+        group: The ranks that read different samples; ``None`` for one process.
+        tolerance: How far they may be apart.
+    """
+    sketches = Sketches(plain.device)
+    trained = {name: parameter for name, parameter in plain.module.named_parameters() if parameter.requires_grad}
+    expected = sketches.averaged(sketches.of(gradients, trained), group)
+    own = {name: each for name, each in plain.originals.named_parameters() if name in trained and _is_here(each)}
+    ours = {name: dense(each.grad) for name, each in own.items() if each.grad is not None}
+    return bool(unlike(sketches.of(ours, own), expected, _SURE * tolerance.gradient, tolerance.negligible))
+
+
+def _is_here(parameter: Tensor) -> bool:
+    owners = stage_owners_of(parameter)
+    return owners is None or owners.is_here
 
 
 def _is_same(first: Tensor, second: Tensor | None) -> bool:

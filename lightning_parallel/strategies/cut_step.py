@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
-from lightning_parallel import _torch
+from lightning_parallel import _lightning, _torch
 from lightning_parallel.errors import check
 from lightning_parallel.module.differences import first_of
 from lightning_parallel.module.held_modules import held_modules
@@ -82,7 +82,8 @@ class CutStep:
         self.step = refusing_meetings(self.own, lambda: module.trainer.strategy, cut.group)
         self.name, self._module, self._cut, self._steps, self._device = name, module, cut, steps, device
         self._buffers = StageBuffers(module, cut.owners_by_name, cut.host_group)
-        self._parameters = WrittenParameters(module, cut.host_group)
+        self._waiting = functools.partial(_waiting, module)
+        self._parameters = WrittenParameters(module, cut.host_group, self._waiting)
         self._last = cut.plan.stages.last
         self._last_rank = cut.plan.stages.rank_of(self._last)
 
@@ -148,7 +149,6 @@ class CutStep:
 
         with self._parameters.checked():
             self.execution(forward, join if batch.joins else None).run(actions)
-        self._buffers.share()
         return self._share(outputs, logs, metrics, batch.part_size, losses, state)
 
     def _once(self, batch: CutBatch) -> contextlib.AbstractContextManager[None]:
@@ -222,6 +222,7 @@ class CutStep:
             forward=forward,
             num_passed=functools.partial(self._cut.router.side_inputs.num_passed, self.name),
             before_backward=self._steps.before_microbatch_backward,
+            waiting=self._waiting,
             join=join,
         )
 
@@ -243,6 +244,8 @@ class CutStep:
         state: WrittenState | None,
     ) -> Any:
         """The output of the whole batch, logs, and what it has written, on all ranks. A collective of the pipeline."""
+        with self._waiting():
+            self._buffers.share()
         own = message = None
         if outputs:
             in_order = [outputs[number] for number in sorted(outputs)]
@@ -250,7 +253,8 @@ class CutStep:
             weights = losses.message() if losses is not None else None
             news = {} if state is None else state.news()
             message = tree_map_only(Tensor, Tensor.cpu, own), logs.collected(), metrics.updated(), weights, news
-        output, records, updated, weights, news = broadcast_object(message, self._last_rank, self._cut.host_group)
+        with self._waiting():
+            output, records, updated, weights, news = broadcast_object(message, self._last_rank, self._cut.host_group)
         if losses is not None:
             losses.follow(weights, self._device)
         if not outputs:
@@ -258,9 +262,12 @@ class CutStep:
             if state is not None:
                 state.follow(news, self._device)
         logs.replay(records, self._device)
-        if outputs:
-            return own
-        return tree_map_only(Tensor, lambda value: value.to(self._device), output)
+        return own if outputs else tree_map_only(Tensor, lambda value: value.to(self._device), output)
+
+
+def _waiting(module: Any) -> contextlib.AbstractContextManager[Any]:
+    """Tell the profiler that this rank waits for others."""
+    return module.trainer.profiler.profile(_lightning.actions.WAITING)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

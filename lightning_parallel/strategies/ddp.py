@@ -127,6 +127,11 @@ class DDPStrategy(LockStepStrategy):
         finds = self._find_unused_parameters is True
         return comm_hook_violations(self._comm_hook, self._powersgd_rank, self.chosen_backend(), finds_unused=finds)
 
+    @property
+    @override
+    def sends_tensors(self) -> bool:
+        return True  # torch's DDP does so on one rank, too
+
     @override
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
         found = [*super().module_violations(module, is_fitting=is_fitting), *self.plan_for(module).violations]

@@ -58,6 +58,25 @@ def end_together(store: dist.Store, key: str, rank: int, ranks: Sequence[int], w
             at = float(store.get(told))
     if len(ranks) < dist.get_world_size():
         _lightning.signals.end_children()
+    _end(at)
+
+
+def end_alone(rank: int, words: str, folder: Path) -> NoReturn:
+    """End this process, as `end_together` does, where no other rank can be told.
+
+    Args:
+        rank: This one.
+        words: Why.
+        folder: Where its stacks are to be written.
+    """
+    problem = _write_stacks(folder, rank)
+    sys.stdout.flush()
+    write(f"lightning_parallel: {words}{problem}")
+    _lightning.signals.end_children()
+    _end(0.0)
+
+
+def _end(at: float) -> NoReturn:
     _lightning.signals.leave_children()
     for child in multiprocessing.active_children():
         if child.daemon:  # workers of loaders; they may be what is stuck

@@ -39,7 +39,7 @@ class Standing(NamedTuple):
         return f"{waits}; {self.place.words}"
 
 
-_HOLDS = "is in a call that keeps Python's lock"
+_HOLDS = "is in a call that keeps Python's lock, or its machine cannot be reached"
 
 
 def is_hang(standings: Sequence[Standing]) -> bool:
@@ -92,6 +92,24 @@ def slow_words(standings: Sequence[Standing], seconds: float) -> tuple[str, str]
     return kind, f"{why}; this lasts {seconds:.0f} seconds by now, and the run goes on.\n{_listed(standings)}"
 
 
+def silence_words(rank: int, place: Place, seconds: float, stacks: str) -> str:
+    """The message of a rank that is cut off from where ranks meet.
+
+    Args:
+        rank: This one.
+        place: Where it is.
+        seconds: For how long nothing has come from there, and this rank has not moved.
+        stacks: Where its stacks are.
+    """
+    return (
+        f"rank {rank} is cut off: the store in which ranks meet, on the machine of rank 0, has not answered for "
+        f"{seconds:.0f} seconds, in which this rank has not moved.\n  rank {rank} {Standing(place).words}\n"
+        f"Look at the network between the machines, and at that machine: whether it runs, and what its ranks wrote "
+        f"last. A resumed run goes on from the last checkpoint.\nThe stacks are in {stacks}. This rank ends, with exit "
+        f"status 1; hang_timeout sets after how long, and hang_timeout=0 switches this off."
+    )
+
+
 def _listed(standings: Sequence[Standing]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, each in enumerate(standings):
@@ -108,7 +126,10 @@ def _advice(standings: Sequence[Standing]) -> str:
     places = [each.place for each in standings if each.place is not None]
     saving = [place.doing == SAVES for place in places]
     if any(each.place is None for each in standings):
-        return "A rank is gone: look at the end of its output, and whether all ranks leave the run at the same place."
+        return (
+            "A rank is gone: look at the end of its output, whether all ranks leave the run at the same place, and at "
+            "the network to its machine."
+        )
     if any(place.doing == READS and not place.collective for place in places):
         return (
             "A rank waits for its data: look at what its dataset reads at that line (a file system, a download, a "

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from lightning_parallel import _lightning, _torch
 from lightning_parallel.strategies.failures import FailureWatch
-from lightning_parallel.strategies.hang_endings import end_together, name_of, write
-from lightning_parallel.strategies.hang_words import Standing, hang_words, is_hang, slow_words
+from lightning_parallel.strategies.hang_endings import end_alone, end_together, name_of, write
+from lightning_parallel.strategies.hang_words import Standing, hang_words, is_hang, silence_words, slow_words
 from lightning_parallel.strategies.processor_time import processor_seconds
 from lightning_parallel.strategies.rank_places import PREPARES, SAVES, Place, place_of, progress_of
+from lightning_parallel.strategies.store_silence import StoreSilence, Unchanged
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -59,15 +60,15 @@ class HangWatch:
         self._main = threading.get_ident()
         self._begun = {(each.group, each.number) for each in _torch.flight_recorder.pending()}
         self._last: Place | None = None
-        self._progress: list[int] = []
-        self._unmoved = self._still = self._passed = self._used = 0.0
-        self._then = time.monotonic()
+        self._moves = Unchanged(self._poll)
+        self._still = self._used = 0.0
         self._silent: dict[int, float] = {}
         self._num_asked, self._next = 0, 0.0
         self._answered = ""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="rank-hangs")
         self._thread.start()
+        self._silence = StoreSilence(self._store, limit=limit, progress=self._progress, end=self._end_alone)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # A copy of a strategy watches nobody; threads cannot be copied.
@@ -76,6 +77,7 @@ class HangWatch:
     def stop(self) -> None:
         """Watch no more, and let the others know that this rank is done."""
         self._is_over.set()
+        self._silence.stop()
         self._thread.join(_JOIN)
         with contextlib.suppress(RuntimeError):  # rank 0 may be done, and the store gone
             self._store.set(self._name("left", self._rank), "")
@@ -86,32 +88,36 @@ class HangWatch:
     def _watch(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store may end with rank 0
             while not self._is_over.wait(self._poll) and not self._failures.has_heard:
-                self._count()
+                self._moves.look(self._progress())
                 # A look takes 0.1 s: torch's flight recorder is read.
-                standing = self._look() if self._unmoved >= self._limit / 2 else None
+                standing = self._look() if self._moves.seconds >= self._limit / 2 else None
                 self._answer(standing)
                 if standing is not None and standing.is_stuck and time.monotonic() >= self._next:
                     self._ask(standing)
 
-    def _count(self) -> None:
-        """Count the seconds for which no batch has passed."""
-        now, trainer = time.monotonic(), _lightning.attached_trainer(self._module)
-        progress = [] if trainer is None else progress_of(trainer)
-        # A machine that was suspended has stood still for no time.
-        self._passed = min(now - self._then, 2 * self._poll)
-        self._unmoved = self._unmoved + self._passed if progress == self._progress else 0.0
-        self._progress, self._then = progress, now
+    def _progress(self) -> list[int]:
+        """Numbers that change from batch to batch."""
+        trainer = _lightning.attached_trainer(self._module)
+        return [] if trainer is None else progress_of(trainer)
+
+    def _end_alone(self, seconds: float) -> None:
+        """End this rank, which the others cannot be told of."""
+        words = silence_words(self._rank, self._place(), seconds, str(self._folder / f"hang_rank{self._rank}.txt"))
+        end_alone(self._rank, words, self._folder)
+
+    def _place(self) -> Place:
+        return place_of(self._module, self._main, self._begun)
 
     def _look(self) -> Standing:
         """Where this rank is, and whether it has been there for too long without computing anything."""
-        place, last = place_of(self._module, self._main, self._begun), self._last
+        place, last, passed = self._place(), self._last, self._moves.passed
         used, before = processor_seconds(), self._used
         is_same = last is not None and (place.progress, place.collective) == (last.progress, last.collective)
-        is_still = is_same and (bool(place.collective) or used - before < _BUSY * self._passed)
-        self._still = self._still + self._passed if is_still else 0.0
+        is_still = is_same and (bool(place.collective) or used - before < _BUSY * passed)
+        self._still = self._still + passed if is_still else 0.0
         self._last, self._used = place, used
-        is_stuck = self._unmoved >= self._allowed(place) and self._still >= self._limit / 2 - self._poll
-        return Standing(place, round(self._unmoved, 1), is_stuck)
+        is_stuck = self._moves.seconds >= self._allowed(place) and self._still >= self._limit / 2 - self._poll
+        return Standing(place, round(self._moves.seconds, 1), is_stuck)
 
     def _allowed(self, place: Place) -> float:
         if place.collective:

@@ -134,7 +134,7 @@ class LossChoice:
         written = next((trial.written for trial in trials if trial.written), ())
         equal = next((trial for trial in trials if trial.whole is not None), None)
         if any(trial.is_disordered for trial in trials):
-            self.disordered[name] = impossible.partition(";")[0]
+            self.disordered[name] = impossible
         elif impossible:
             self._settle(name, joins=False)
             way = _MICROBATCH if is_training else _EVALUATION.format(name)
@@ -214,12 +214,15 @@ class _Rest:
         self._written: list[str] = []
         self._new: dict[str, Tensor] = {}
         self._logged_otherwise: Trial | None = None
+        self._unjoined = ""
 
     def compared(self, passed: list[Passed]) -> Trial:
         """Compare the loss of microbatches together with the mean of theirs."""
         own, other = self._losses(passed), self._losses([moved(part) for part in passed])
         if isinstance(own, Exception):
             reason = (str(own).splitlines() or [type(own).__name__])[0]
+            if self._unjoined:
+                return Trial(_UNJOINED.format(self._unjoined), is_disordered=True)
             return Trial(reason, is_disordered=isinstance(own, DisorderError))
         # A loss may not be defined at the other point, such as an entropy of no probability.
         pairs = [own] if isinstance(other, Exception) else [own, other]
@@ -267,7 +270,10 @@ class _Rest:
         counting = contextlib.nullcontext(lambda: 1.0) if self._weights is None else self._weights.counting(batch)
         # Each run begins with what the step before has left, and not with what another run has.
         with unchanged(self._module), counting as count, Tried(self._ignored):
-            output = self._step.run_rest(joined, self._batch.seed, logs.of(number), batch, self._batch.args)
+            try:
+                output = self._step.run_rest(joined, self._batch.seed, logs.of(number), batch, self._batch.args)
+            finally:
+                self._unjoined = self._unjoined or joined.unjoined
             weight = float(count()) if self._has_loss else 1.0
             self._written = self._written or state.changed() or self._differing(state.new_tensors())
         check(foreign_violations(output, logs, metrics, joins=True))
@@ -309,6 +315,10 @@ _MICROBATCH = "loss='auto': what comes after the stack runs for each microbatch"
 _EVALUATION = "loss='auto': what comes after the stack runs for each microbatch in {}"
 _BATCH = "loss='auto': what comes after the stack runs once on the whole batch, with the memory of gpipe: {}"
 _LATE = ". In step {} they still agreed; since then, losses may have been means over microbatches"
+_UNJOINED = (
+    "the step takes {}, which has no dimension of samples, so that values of microbatches do not make that of the "
+    "batch; give loss='microbatch' where it is a mean over samples, whose mean is taken then"
+)
 _DRAWS = (
     f", which is {_EXACT}; on the whole batch it cannot run, because the step draws random numbers before the stack: "
     "labels that depend on them would not be those of the microbatches. Draw them in the data loader"

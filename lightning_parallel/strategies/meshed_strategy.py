@@ -11,6 +11,7 @@ from lightning_parallel import _lightning
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.ranks.mesh import Mesh, build_mesh, data_rank_of
+from lightning_parallel.strategies.joint_updates import UNDER_PIPELINE
 from lightning_parallel.strategies.launchers import RankOptions
 from lightning_parallel.strategies.lock_step_strategy import LockStepStrategy
 from lightning_parallel.strategies.saving_strategy import Saving
@@ -45,6 +46,11 @@ class MeshedStrategy(LockStepStrategy):
     @override
     def can_leave_out_layers(self) -> bool:
         return self.degrees.pipeline == 1  # whose stages have different ones
+
+    @property
+    @override
+    def joint_refusal(self) -> str:  # type: ignore[override]
+        return UNDER_PIPELINE if self.cuts_stack else ""
 
     @property
     def mesh(self) -> Mesh:

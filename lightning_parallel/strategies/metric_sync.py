@@ -3,33 +3,65 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torchmetrics import Metric
 
+_Sync = Callable[..., None]
+
+_left: dict[int, tuple[weakref.ref[Metric], int, dist.ProcessGroup]] = {}
+"""By its id, each metric of a run that has ended, with its number of updates then, and the ranks to sync it over."""
+
 
 @contextmanager
-def metrics_synced_over(group: dist.ProcessGroup) -> Iterator[None]:
+def metrics_synced_over(group: dist.ProcessGroup, held: Callable[[], Iterable[Metric]] = tuple) -> Iterator[None]:
     """Inside this context, metrics without a process group of their own are synced over `group`, not over all ranks.
+
+    Afterwards this still holds for those that are `held`, until they are updated again: a script may ask what a run has
+    counted when it is over.
 
     The method of the class is replaced, and not an attribute of each metric: metrics may be anywhere, in lists and in
     callbacks, and be made at any time; and one with a process group can be neither copied nor pickled.
 
     Args:
         group: The ranks that read different samples. Ranks that share these have equal states.
+        held: Returns the metrics of the run.
     """
     own = Metric.sync
-    Metric.sync = _over(group, own)  # type: ignore[method-assign]
+    Metric.sync = _over(lambda metric: group, own)  # type: ignore[method-assign]
     try:
         yield
     finally:
         Metric.sync = own  # type: ignore[method-assign]
+        for metric in held():
+            _leave(metric, group)
 
 
-def _over(group: dist.ProcessGroup, own: Callable[..., None]) -> Callable[..., None]:
+def _leave(metric: Metric, group: dist.ProcessGroup) -> None:
+    _sync_what_is_left()
+    number = id(metric)
+    _left[number] = weakref.ref(metric, lambda _: _left.pop(number, None)), metric.update_count, group
+
+
+@functools.cache
+def _sync_what_is_left() -> None:
+    """Let metrics of runs that have ended be synced over their ranks, once and for good."""
+    Metric.sync = _over(_group_of, Metric.sync)  # type: ignore[method-assign]
+
+
+def _group_of(metric: Metric) -> dist.ProcessGroup | None:
+    """The ranks over which a metric is to be synced behind a run; ``None`` for all, as torchmetrics does."""
+    known, num_updates, group = _left.get(id(metric), (None, 0, None))
+    if known is None or known() is not metric or metric.update_count != num_updates or not dist.is_initialized():
+        return None
+    return group
+
+
+def _over(group_of: Callable[[Metric], dist.ProcessGroup | None], own: _Sync) -> _Sync:
     @functools.wraps(own)
     def sync(
         metric: Metric,
@@ -38,6 +70,6 @@ def _over(group: dist.ProcessGroup, own: Callable[..., None]) -> Callable[..., N
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        return own(metric, dist_sync_fn, process_group or metric.process_group or group, *args, **kwargs)
+        return own(metric, dist_sync_fn, process_group or metric.process_group or group_of(metric), *args, **kwargs)
 
     return sync

@@ -289,7 +289,7 @@ def _tell_disorder(name: str, disorder: str) -> None:
     why, _, advice = disorder.partition("; ")
     why = why or "another rank has seen that the step calls layers again, or in another order"
     how = _TURNS.format(why) if name == TRAINING else _RUNS_ALONE.format(why, name)
-    rank_zero_info(how + (f". For a schedule, {advice}" if advice.startswith("give layers=") else ""))
+    rank_zero_info(how + (f". For a schedule, {advice}" if advice.startswith(("give layers=", "give loss=")) else ""))
 
 
 _TURNS = (

@@ -123,7 +123,8 @@ class PlainSteps:
         group: ProcessGroup | None = None,
     ) -> None:
         self.module = plain
-        self._device = device
+        self.device = device
+        """The device on which both run."""
         self._precision: Precision = trainer.precision_plugin
         self.originals = module
         self.draws = False
@@ -196,9 +197,9 @@ class PlainSteps:
             state: The random state before it.
             watching: A context in which it runs.
         """
-        now, gradients = RandomState.take(self._device), [(p, p.grad) for p in self.module.parameters()]
+        now, gradients = RandomState.take(self.device), [(p, p.grad) for p in self.module.parameters()]
         self._before.restore()
-        state.restore(self._device)
+        state.restore(self.device)
         if self._optimizers is not None:
             self._optimizers.begin()
         for parameter, gradient in gradients:  # a step that optimizes by itself goes backward, too
@@ -207,12 +208,12 @@ class PlainSteps:
             with watching or contextlib.nullcontext():
                 return self.run_forward(*self._given)
         finally:
-            now.restore(self._device)
+            now.restore(self.device)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
     def _forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[StepValues, Tensor | None]:
-        values, before, output = StepValues(), RandomState.take(self._device), None
+        values, before, output = StepValues(), RandomState.take(self.device), None
         held = HeldObjects(self.module.modules())  # with generators of its own
         of_ranks = contextlib.nullcontext() if self._optimizers is None else self._optimizers.of_ranks.step()
         with of_ranks, values.of(self.module, passes_on=False), self._precision.train_step_context():
@@ -220,7 +221,7 @@ class PlainSteps:
                 output = self.module.training_step(*copy.deepcopy(args), **copy.deepcopy(kwargs))
             except FirstUpdate:
                 values.updates = True
-        after = RandomState.take(self._device)
+        after = RandomState.take(self.device)
         self.draws = self.draws or held.has_drawn or not _equal(before, after)
         values.take_loss(output)
         values.take_metrics(self.module)
@@ -268,7 +269,7 @@ class PlainSteps:
             for child in self.originals.modules()
         ]
         with contextlib.ExitStack() as stack:
-            stack.enter_context(unchanged_generators(self._device))
+            stack.enter_context(unchanged_generators(self.device))
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")

@@ -21,10 +21,11 @@ from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.step_hooks import StepHooks
 from lightning_parallel.strategies.closures import closure_of_update
 from lightning_parallel.strategies.first_step import FirstStep
+from lightning_parallel.strategies.joint_updates import JointUpdates
 from lightning_parallel.strategies.optimizers import tell_missing_states
 from lightning_parallel.strategies.positioned_strategy import PositionedStrategy
 from lightning_parallel.strategies.precision import widen
-from lightning_parallel.strategies.refusals import module_violations, without_unmovable_module
+from lightning_parallel.strategies.refusals import module_violations, packed_violations, without_unmovable_module
 from lightning_parallel.strategies.saving_strategy import Saving
 from lightning_parallel.techniques.deferred_init.deferral import Deferral
 
@@ -51,6 +52,7 @@ class PlannedStrategy(PositionedStrategy):
         self._steps = StepHooks(policies)
         self.first_step = FirstStep(self, check)
         self._deferral = Deferral(tell=rank_zero_info)
+        self._joint_updates = JointUpdates()
 
     defers_init = False
     """Whether `configure_model` is recorded instead of run, so that no rank holds the whole module."""
@@ -110,7 +112,8 @@ class PlannedStrategy(PositionedStrategy):
 
     @override
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
-        return module_violations(module, is_fitting=is_fitting, record=self._deferral.record)
+        packed = packed_violations(module) if self.sends_tensors else []
+        return module_violations(module, is_fitting=is_fitting, record=self._deferral.record) + packed
 
     @override
     def setup_environment(self) -> None:
@@ -191,7 +194,8 @@ class PlannedStrategy(PositionedStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         before_update = (self.steps.before_update, self.first_step.before_update)
         closure = closure_of_update(self, optimizer, closure, before_update=before_update)
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._joint_updates.watched(optimizer, closure, self.joint_refusal) as watched:
+            result = super().optimizer_step(optimizer, watched, model, **kwargs)
         self.steps.after_update(optimizer)
         return result
 

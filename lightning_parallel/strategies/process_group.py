@@ -45,6 +45,11 @@ class ProcessGroupStrategy(WholeCheckpointsStrategy):
         self._start_method, self._ranks = ranks.start_method, ranks
         self._dealer: SampleDealer | None = None
 
+    @property
+    @override
+    def sends_tensors(self) -> bool:
+        return self.num_nodes * self.num_processes > 1
+
     @override
     def set_up_violations(self) -> list[str]:
         num_ranks = self.num_nodes * self.num_processes

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel import _lightning
 from lightning_parallel.parallelize import parallelized
@@ -81,6 +82,26 @@ def module_violations(module: LightningModule, *, is_fitting: bool, record: Init
             "torch.device('meta'): their initialisation is recorded there and replayed shard by shard)"
         )
     return found
+
+
+def packed_violations(module: nn.Module) -> list[str]:
+    """Reasons that lie in tensors that are made of others, such as weights in 8 bits: nobody can send or cut them.
+
+    Args:
+        module: The user's module.
+    """
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    # What torch.compile and others ask such tensors for, too. Shards of an earlier fit are ours.
+    packed = {n: type(t) for n, t in tensors if hasattr(type(t), "__tensor_flatten__") and not isinstance(t, DTensor)}
+    if not packed:
+        return []
+    kinds = sorted({f"{kind.__module__.partition('.')[0]}'s {kind.__name__}" for kind in packed.values()})
+    names = ", ".join([*packed][:6])
+    return [
+        f"{len(packed)} tensors of {type(module).__name__} are packed ({', '.join(kinds)}): {names}. "
+        "Their values cannot be sent to other ranks, cut or gathered; keep them in a dtype of torch (bf16 halves a "
+        "frozen base), or train on one device under fsdp_custom"
+    ]
 
 
 def sharded_elsewhere_violations(strategy: object, module: nn.Module) -> list[str]:

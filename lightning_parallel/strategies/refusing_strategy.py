@@ -23,12 +23,19 @@ class RefusingStrategy(ParallelStrategy):
     """Refuses with every reason that is known at a time, on rank 0."""
 
     _given: LightningModule | None
+    joint_refusal = ""
+    """The message about optimizers that compute with several parameters together, where a rank updates only some."""
 
     @property
     def module(self) -> LightningModule:
         """The user's module; exists once there is one."""
         assert self.lightning_module is not None
         return self.lightning_module
+
+    @property
+    def sends_tensors(self) -> bool:
+        """Whether ranks send each other parameters."""
+        return False
 
     def set_up_violations(self) -> list[str]:
         """Reasons that lie in the devices and the rules; known as soon as the Trainer is made."""

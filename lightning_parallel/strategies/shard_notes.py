@@ -65,7 +65,8 @@ _ELSEWHERE = (
 )
 _OPTIMIZER = (
     "{0} computes with whole parameters, as optimizers do that take matrices apart (Shampoo, K-FAC), and these are "
-    "shards. Use zero1_custom, where parameters stay whole, and each rank keeps the state of some of them."
+    "shards. Use zero1_custom, where parameters stay whole, and each rank keeps the state of some of them; or "
+    "ddp_custom, if it computes with several of them together (SAM)."
 )
 _NO_RULE = (
     "torch does not know how to compute this on parts of a tensor: a hook or a step does it with a parameter or a "

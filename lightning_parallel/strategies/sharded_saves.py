@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.checkpoint.folder_writer import Contents, FolderWriter, Staging, bytes_of_plan, contents_of
 from lightning_parallel.checkpoint.full_state import first_names
+from lightning_parallel.checkpoint.places import check_place
+from lightning_parallel.checkpoint.sharded_folder import is_folder
 from lightning_parallel.checkpoint.whole_file import not_written
 from lightning_parallel.checkpoint.whole_folder import partial_folder
 from lightning_parallel.errors import CheckpointError
@@ -76,7 +78,7 @@ def parts_job(
         with saving.open_folder:
             saving.write(exchange)
             saving.finish(described)
-            return exchange.said_by_first(saving.problem), saving.cause
+        return exchange.said_by_first(saving.problem), saving.cause  # when nothing half written is left
 
     return job
 
@@ -122,6 +124,7 @@ class _Saving:
                         self._writer.add_values(each)
                     arranged = self._writer.arrange(plans)
                     self._num_bytes = sum(map(bytes_of_plan, arranged))
+                    check_place(self._path, is_folder(self._path))
                     partial = self.open_folder.enter_context(partial_folder(self._path, self._num_bytes))
                     answers = [(str(partial), each, "") for each in arranged]
             if self.problem:

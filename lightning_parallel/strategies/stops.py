@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -23,6 +23,8 @@ from lightning_parallel.ranks.lock_step import said_by_all
 if TYPE_CHECKING:
     import torch.distributed as dist
     from lightning.pytorch import Trainer
+
+    from lightning_parallel.strategies.saving_strategy import SavingStrategy
 
 STOP = -1
 """The wish of a rank that training ends, in the place of a signal."""
@@ -213,7 +215,9 @@ class RunSignals(_lightning.signals.SignalConnector):
             self.received_sigterm = True
             raise SIGTERMException
         if signum is not None:
-            super()._slurm_sigusr_handler_fn(signum, None)  # type: ignore[arg-type]
+            # SLURM ends the job as soon as it is queued again.
+            with cast("SavingStrategy", self.trainer.strategy).waiting_for_saves():
+                super()._slurm_sigusr_handler_fn(signum, None)  # type: ignore[arg-type]
 
 
 class StopWishes:

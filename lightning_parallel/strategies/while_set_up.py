@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torchmetrics import Metric
 
 from lightning_parallel.ranks.mesh import Mesh
+from lightning_parallel.strategies.compared_metrics import metrics_in
 from lightning_parallel.strategies.evaluation import inference_mode_left
 from lightning_parallel.strategies.metric_sync import metrics_synced_over
 from lightning_parallel.strategies.prediction_writers import written_once
@@ -44,9 +47,15 @@ def while_set_up(trainer: Trainer, module: LightningModule, mesh: Mesh, *, repla
             stack.enter_context(_known_as_sharded(module))
         stack.enter_context(inference_mode_left(trainer))
         if mesh.shares_samples:
-            stack.enter_context(metrics_synced_over(group))
+            stack.enter_context(metrics_synced_over(group, lambda: _metrics_of(trainer, module)))
             stack.enter_context(written_once(trainer, group, is_writing=mesh.is_first_reader))
         yield
+
+
+def _metrics_of(trainer: Trainer, module: LightningModule) -> list[Metric]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    of_callbacks = [each for callback in callbacks for each in vars(callback).values()]
+    return [*metrics_in(module).values(), *(each for each in of_callbacks if isinstance(each, Metric))]
 
 
 @contextmanager

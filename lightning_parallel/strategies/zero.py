@@ -14,6 +14,7 @@ from lightning_parallel import _lightning
 from lightning_parallel.errors import check
 from lightning_parallel.ranks.mesh import build_host_group
 from lightning_parallel.strategies.ddp import DDPStrategy
+from lightning_parallel.strategies.joint_updates import UNDER_ZERO
 from lightning_parallel.techniques.optimizer_sharding import ShardedOptimizer, optimizer_violations
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class ZeroStrategy(DDPStrategy):
     """
 
     _sharded: tuple[ShardedOptimizer, ...] = ()
+    joint_refusal = UNDER_ZERO
 
     @override
     def __getstate__(self) -> dict[str, Any]:

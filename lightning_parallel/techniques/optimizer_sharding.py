@@ -194,5 +194,6 @@ class ShardedOptimizer:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden = []
-        for rank, owned in enumerate(self._owned):
-            _torch.groups.broadcast_tensors([parameter.detach() for parameter in owned], source=rank)
+        with _torch.modes.without_dispatch_modes():
+            for rank, owned in enumerate(self._owned):
+                _torch.groups.broadcast_tensors([parameter.detach() for parameter in owned], source=rank)

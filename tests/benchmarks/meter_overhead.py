@@ -4,7 +4,8 @@
 
 Two tables. In the first, a step does nearly nothing, so that the CPU time which meters add to it can be measured to
 some microseconds. In the second, a GPT with 10.8 M parameters trains: ratios compare two blocks of one round, in wall
-time and in the CPU time of the thread that trains. Two trainers without meters show how much is noise.
+time and in the CPU time of the thread that trains. Two trainers without meters show how much is noise. The last line is
+of the thread with which `GpuMonitor` reads, once a second, which is not in the first table.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_parallel.callbacks import StepBreakdown, Throughput
+from lightning_parallel.callbacks import Doctor, GpuMonitor, StepBreakdown, Throughput
+from lightning_parallel.callbacks.host_process import open_process
+from lightning_parallel.callbacks.nvml_device import UnavailableError
 
 LENGTH, BATCH = 64, 4
 BLOCK = 10  # steps of a turn; each callback logs once in as many
@@ -80,6 +83,16 @@ class PauseBlocks(Callback):
             self._begin = time.thread_time()
 
 
+def all_meters() -> list[Callback]:
+    """All callbacks that measure, as a user would have them."""
+    return [
+        Throughput(every=BLOCK, peak=1e12),
+        StepBreakdown(every=BLOCK),
+        Doctor(every=BLOCK, tries_workers=False),
+        GpuMonitor(every=BLOCK),
+    ]
+
+
 def meters() -> dict[str, Callable[[], list[Callback]]]:
     """Name -> a function that builds callbacks."""
     found: dict[str, Callable[[], list[Callback]]] = {
@@ -87,7 +100,9 @@ def meters() -> dict[str, Callable[[], list[Callback]]]:
         AGAIN: list,
         "Throughput": lambda: [Throughput(every=BLOCK, peak=1e12)],
         "StepBreakdown": lambda: [StepBreakdown(every=BLOCK)],
-        "both": lambda: [Throughput(every=BLOCK, peak=1e12), StepBreakdown(every=BLOCK)],
+        "Doctor": lambda: [Doctor(every=BLOCK, tries_workers=False)],
+        "GpuMonitor": lambda: [GpuMonitor(every=BLOCK)],
+        "all four": all_meters,
         "ThroughputMonitor": lambda: [ThroughputMonitor(lambda batch: len(batch[0]), lambda batch: batch[0].size(1))],
     }
     if importlib.util.find_spec("psutil") is None:
@@ -158,6 +173,21 @@ def report_ratios(blocks: Blocks) -> None:
             print(f"{name:20} {quartiles(walls, '.4f'):>28} {quartiles(cpus, '.4f'):>28}", flush=True)
 
 
+def report_reading() -> None:
+    """CPU time of a reading of `GpuMonitor`'s thread."""
+    try:
+        source = open_process()
+    except UnavailableError as error:
+        print(f"GpuMonitor: {error}")
+        return
+    seconds = []
+    for _ in range(200):
+        begin = time.thread_time()
+        source.read()
+        seconds.append(time.thread_time() - begin)
+    print(f"a reading of GpuMonitor's thread: {quartiles([1e6 * each for each in seconds], '.0f')} us of CPU time")
+
+
 def main() -> None:
     """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -171,6 +201,7 @@ def main() -> None:
     made = meters()
     report_cost(measure(made, Empty, 20 * options.rounds, options.accelerator))
     report_ratios(measure(made, lambda: Module(GPT), options.rounds, options.accelerator))
+    report_reading()
     os._exit(0)  # the contenders wait for a turn that does not come
 
 

@@ -20,7 +20,7 @@ from lightning_parallel import ConfigurationError
 from lightning_parallel.callbacks import Doctor, StepBreakdown, Throughput, doctor
 from lightning_parallel.callbacks.breakdown_windows import Straggler
 from lightning_parallel.callbacks.exposed_time import exposed_seconds, merged, without
-from lightning_parallel.callbacks.verdicts import Evidence, verdict
+from lightning_parallel.callbacks.verdicts import Evidence, Throttling, verdict
 from lightning_parallel.callbacks.worker_trials import WorkerTrials
 from lightning_parallel.ranks.memory import MemoryUse
 from tests.jobs.meters import heard
@@ -54,6 +54,10 @@ MIB = 2**20
         ({"straggler": Straggler(3, "forward", 0.036, 0.03)}, None, ""),
         ({"retries": 2, "seconds": {**USUAL, "data": 0.105}}, "memory", "tried again, 2 times. Take recompute"),
         ({"straggler": Straggler(3, "forward", 0.08, 0.03), "exposed": [0.02] * 8}, "slow rank", "rank 3"),
+        ({"throttling": Throttling(5, 0.8, 0.6)}, "throttled", "Without it an update takes 60 ms in place of 100 ms"),
+        ({"throttling": Throttling(5, 0.8, math.nan)}, "throttled", "throttled in 80% of the time. Look at its"),
+        ({"throttling": Throttling(5, 0.8, 0.97)}, None, ""),
+        ({"throttling": Throttling(5, 0.02, 0.6)}, None, ""),
     ],
 )
 def test_what_costs_most_is_said(found: dict[str, Any], name: str | None, words: str) -> None:

@@ -122,6 +122,7 @@ def test_slow_parts_are_found_in_their_phases(ranks: Any, name: str, size: int, 
     if name == "pp_custom":
         # Each of two ranks runs four microbatches, and one of them goes backward through their losses.
         expected[JOINED] = 4 * (expected.pop("forward") + expected.pop("backward") / 2)
+        expected["bubble"] = 0.0  # in which no time goes by here; test_pipeline_bubble.py has real waits
     assert [phases for phases, _ in results] == [expected] * size
     lines, *silent = [lines for _, lines in results]
     assert silent == [[]] * (size - 1)

@@ -19,6 +19,7 @@ from lightning_parallel.callbacks import Throughput
 from lightning_parallel.presets import PRESETS
 from tests.data import data_of, loader
 from tests.jobs.meters import Noted
+from tests.matrices.test_product_matrix import CELLS, LAYOUTS
 from tests.models.cases import LENGTH, ByteGPT, LSTMModel
 from tests.names import num_ranks, num_readers
 from tests.parity import checked, trainer_for
@@ -33,7 +34,14 @@ SCORES = 2 * DEPTH * WIDTH * LENGTH
 
 
 def metered(
-    strategy: str, size: int, data: Any = None, make: Any = ByteGPT, *, every: int = 2, **kwargs: Any
+    strategy: str,
+    size: int,
+    data: Any = None,
+    make: Any = ByteGPT,
+    *,
+    every: int = 2,
+    readers: int | None = None,
+    **kwargs: Any,
 ) -> dict[str, Any]:
     """A fit; what was logged in the end, FLOPs for each token, and what the user's module has logged."""
     L.seed_everything(3, verbose=False)
@@ -41,7 +49,8 @@ def metered(
     callbacks = [meter, *kwargs.pop("callbacks", [])]
     trainer = trainer_for(strategy, size, callbacks=callbacks, logger=logger, **kwargs)
     module = make()
-    trainer.fit(module, loader(num_readers(strategy.partition(":")[0], size), 4) if data is None else data)
+    readers = readers or num_readers(strategy.partition(":")[0], size)
+    trainer.fit(module, loader(readers, 4) if data is None else data)
     latest = meter.latest
     rate = latest.get("throughput/tokens_per_sec", float("nan"))
     return {
@@ -75,6 +84,21 @@ def test_counts_and_flops_of_every_name(ranks: Any, name: str, check: bool) -> N
         assert latest["throughput/device/flops_per_sec"] == pytest.approx(rate / size)
         assert latest["throughput/mfu"] == pytest.approx(rate / size / 1e12)
     assert [len(found["rows"]) > 0 for found in results] == [rank == 0 for rank in range(size)]
+
+
+PRODUCTS = [name for name in LAYOUTS if name not in PRESETS and CELLS["byte_gpt", name] == "runs"]
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_counts_and_flops_of_products(ranks: Any, name: str) -> None:
+    """Of the second matrix: MFU is that of the formula within its digits, and tokens are exact."""
+    size, readers = LAYOUTS[name]["ranks"], LAYOUTS[name]["readers"]
+    for found in ranks(size).run(metered, checked(name), size, readers=readers):
+        latest = found["latest"]
+        assert latest["throughput/samples"] == 4 * 8
+        assert latest["throughput/tokens"] == 4 * 8 * LENGTH
+        mfu = FORMULA * latest["throughput/tokens_per_sec"] / size / 1e12
+        assert latest["throughput/mfu"] == pytest.approx(mfu, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["fsdp_custom", "tp_custom", "ddp_custom"])

@@ -21,7 +21,7 @@ from lightning_parallel import CheckpointError
 from lightning_parallel.checkpoint.folder_writer import FolderWriter, bytes_of_plan, contents_of
 from lightning_parallel.checkpoint.sharded_folder import damage_of_folder, open_folder, read_manifest
 from lightning_parallel.checkpoint.stored_tensors import StoredFolder
-from lightning_parallel.checkpoint.whole_file import remove_partial
+from lightning_parallel.checkpoint.whole_file import damage_of, remove_partial
 from lightning_parallel.checkpoint.whole_folder import partial_folder
 from lightning_parallel.strategies.checkpoint_files import readable
 
@@ -121,6 +121,10 @@ def _of_later_format(path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
 
 
+def _rename_a_tied(path: Path) -> None:
+    path.write_text(path.read_text().replace('"tied": "weight"', '"tied": "weighs"'))
+
+
 DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
     ("__0_0.distcp", _flip, "what __0_0.distcp holds differs from its checksum"),
     ("__0_0.distcp", _cut, "its file __0_0.distcp has 40"),
@@ -128,6 +132,9 @@ DAMAGES: list[tuple[str, Callable[[Path], Any], str]] = [
     (".metadata", _flip, "what .metadata holds differs from its checksum"),
     ("rest.pt", _cut, "its file rest.pt has "),
     ("manifest.json", _cut, "its manifest.json cannot be read ("),
+    ("manifest.json", _rename_a_tied, "its manifest.json differs from its checksum"),
+    ("manifest.json", lambda path: path.write_text("[]"), "its manifest.json is none of a checkpoint"),
+    ("manifest.json", lambda path: path.write_text('{"format": 1, "files": {}}'), "its manifest.json lacks tied"),
     ("manifest.json", Path.unlink, "its manifest.json cannot be read ([Errno 2] No such file"),
 ]
 
@@ -152,6 +159,20 @@ def test_a_later_format_is_no_damage_that_another_version_has(tmp_path: Path) ->
     _of_later_format(tmp_path / "a.ckpt" / "manifest.json")
     with pytest.raises(CheckpointError, match=r"has the format 2, where 1 is read; .*'lightning_parallel': '9'"):
         read_manifest(tmp_path / "a.ckpt")
+
+
+def test_a_file_that_the_disk_does_not_give(tmp_path: Path) -> None:
+    write(tmp_path / "before.ckpt")
+    write(tmp_path / "last.ckpt")
+    (tmp_path / "last.ckpt" / "rest.pt").unlink()
+    (tmp_path / "last.ckpt" / "rest.pt").symlink_to("/proc/self/mem")  # which ends in an error of the disk
+    manifest = json.loads((tmp_path / "last.ckpt" / "manifest.json").read_text())
+    del manifest["sha256"]  # as of earlier versions
+    manifest["files"]["rest.pt"]["bytes"] = 0
+    (tmp_path / "last.ckpt" / "manifest.json").write_text(json.dumps(manifest))
+    assert damage_of_folder(tmp_path / "last.ckpt") == "its file rest.pt cannot be read ([Errno 5] Input/output error)"
+    assert readable(tmp_path / "last.ckpt")[0] == tmp_path / "before.ckpt"
+    assert damage_of(Path("/proc/self/mem")) == "it cannot be read ([Errno 5] Input/output error)"
 
 
 def test_files_are_looked_at_in_shares(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_parallel.checkpoint import whole_folder
+from lightning_parallel.checkpoint import places
 from lightning_parallel.checkpoint.whole_folder import folder_aside
 
 
@@ -42,12 +42,12 @@ def test_after_an_error_it_is_what_it_was(tmp_path: Path, monkeypatch: pytest.Mo
     rename = Path.rename
 
     def fail(self: Path, target: Path) -> Path:
-        if self.suffix == ".partial":
+        if self.stem.endswith("-new"):
             raise OSError("not now")
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", fail)
-    monkeypatch.setattr(whole_folder, "_exchange", lambda partial, path: False)
+    monkeypatch.setattr(places, "_exchange", lambda partial, path: False)
     with pytest.raises(OSError, match="not now"):
         fill(path, "two")
     assert names(tmp_path) == ["out", "out/one"]

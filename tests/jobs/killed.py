@@ -83,7 +83,7 @@ def history(folder: Path) -> dict[int, Counter[int]]:
     return found
 
 
-def train(folder: str, name: str, epochs: int, ballast: int, step_time: float) -> None:
+def train(folder: str, name: str, epochs: int, ballast: int, step_time: float, batch_size: int = BATCH // 2) -> None:
     """Go on from the newest checkpoint in `folder`, to the end; then the weights are in `FINAL`."""
     L.seed_everything(3, verbose=False)
     warnings.filterwarnings("ignore", message=".*there is no last checkpoint available.*")
@@ -98,7 +98,7 @@ def train(folder: str, name: str, epochs: int, ballast: int, step_time: float) -
         max_epochs=epochs,
     )
     module = Noting(Path(folder), ballast, step_time)
-    trainer.fit(module, DataLoader(data, batch_size=BATCH // 2, shuffle=True), ckpt_path="last")
+    trainer.fit(module, DataLoader(data, batch_size=batch_size, shuffle=True), ckpt_path="last")
     weights = full_state_dict(trainer)
     if trainer.is_global_zero:
         torch.save(weights, Path(folder, FINAL))
@@ -112,8 +112,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--ballast", type=int, default=1)
     parser.add_argument("--step-time", type=float, default=0.0)
+    parser.add_argument("--batch-size", type=int, default=BATCH // 2)
     given = parser.parse_args()
-    train(given.folder, given.name, given.epochs, given.ballast, given.step_time)
+    train(given.folder, given.name, given.epochs, given.ballast, given.step_time, given.batch_size)
 
 
 if __name__ == "__main__":

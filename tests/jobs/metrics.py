@@ -45,6 +45,7 @@ class Counts(DeepTied):
         self.apart = Entries()
         self.both = nn.ModuleDict({f"{name}_": self._collection(name) for name in ("train", "validation")})
         self.plain: dict[str, list[Metric]] = {"all": [SumMetric(), MeanMetric()]}
+        self.asked_later, self.in_hook_later = SumMetric(), SumMetric()
         self.found: dict[str, float] = {}
         self.steps: list[float] = []
 
@@ -66,6 +67,7 @@ class Counts(DeepTied):
         tokens, count = batch[0], float(len(batch[0]))
         self.before.update(count)
         self.anew.update(count)
+        self.asked_later.update(count)
         self.plain["all"][0].update(count)
         self.log("count_before", count, on_epoch=True, on_step=False, reduce_fx="sum", sync_dist=True)
         logits = self(tokens)
@@ -99,6 +101,7 @@ class Counts(DeepTied):
         self._hook(batch)
 
     def _hook(self, batch: Any) -> None:
+        self.in_hook_later.update(float(len(batch[0])))
         self.in_hook.update(float(len(batch[0])))
         self.steps.append(float(self.anew.compute()))
         self.anew.reset()
@@ -143,9 +146,13 @@ def counted(strategy: str, num_ranks: int, num_readers: int) -> dict[str, Any]:
     module = Counts()
     data = data_of("byte_gpt", SAMPLES, GLOBAL_BATCH)
     loader = DataLoader(data, batch_size=GLOBAL_BATCH // num_readers)
-    trainer = trainer_for(strategy, num_ranks, callbacks=[CountsOutside()])
+    outside = CountsOutside()
+    trainer = trainer_for(strategy, num_ranks, callbacks=[outside])
     trainer.fit(module, loader)
+    of_script = {"outside": outside.count, "step": module.asked_later, "hook": module.in_hook_later}
+    module.found |= {f"{name}_after_fit": float(metric.compute()) for name, metric in of_script.items()}
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     logged |= trainer.validate(module, loader, verbose=False)[0]
+    module.found |= {f"{name}_after_validate": float(metric.compute()) for name, metric in of_script.items()}
     tested = trainer.test(module, loader, verbose=False)[0]
     return {"found": module.found, "logged": logged, "tested": tested, "steps": module.steps}

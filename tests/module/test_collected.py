@@ -15,6 +15,7 @@ from tests.data import batches
 from tests.jobs.fits import messages
 from tests.models import collecting
 from tests.parity import TOLERANCE, once, train_module, worst
+from tests.rank_pool import RankError
 
 _seen: ContextVar[dict[str, list[Any]] | None] = ContextVar("seen", default=None)
 
@@ -27,6 +28,14 @@ RUNS = [
     ("MiddleStates", "tp_custom", 2, 1),
     ("Attentions", "tp_custom", 2, 1),
     ("RouterLoss", "fsdp_custom:context=2,tensor=2", 4, 1),
+    ("RouterLoss", "pp_custom", 2, 1),
+    ("RouterLoss", "pp_custom:schedule=turns", 2, 1),
+    ("RouterLossWithMask", "pp_custom", 2, 1),
+    ("RouterLossWithMask", "pp_custom:schedule=turns", 2, 1),
+    ("MiddleStates", "pp_custom", 2, 1),
+    ("MiddleStates", "pp_custom:schedule=turns", 2, 1),
+    ("Attentions", "pp_custom", 2, 1),
+    ("Attentions", "pp_custom:schedule=turns", 2, 1),
 ]
 """A module, a name with options, the number of ranks, and how many of them read different samples."""
 
@@ -54,7 +63,6 @@ def test_losses_on_what_hooks_collect(kind: str, name: str, size: int, readers: 
 @pytest.mark.parametrize(
     ("kind", "name", "words"),
     [
-        ("RouterLoss", "pp_custom", "writes what another pipeline stage"),
         ("RouterLoss", "tp_custom:sequence=true", "(64, 4) in place of (128, 4)"),
         ("Attentions", "cp_custom", "attn_implementation='sdpa'"),
     ],
@@ -62,6 +70,11 @@ def test_losses_on_what_hooks_collect(kind: str, name: str, size: int, readers: 
 def test_what_no_rank_has_whole_is_refused(kind: str, name: str, words: str, ranks: Any) -> None:
     for found in ranks(2).run(messages, trained, kind, name, 2, 1):
         assert words in " ".join(found)
+
+
+def test_what_another_stage_collects_is_refused(ranks: Any) -> None:
+    with pytest.raises(RankError, match="writes what another pipeline stage"):
+        ranks(2).run(trained, "RouterLoss", "pp_custom", 2, 1)
 
 
 class Collecting(nn.Module):

@@ -95,3 +95,16 @@ def test_numbers_are_written_back() -> None:
         tensor.data += 1
         numbers.restore()
         assert tensor.tolist() == [0, 0]
+
+
+def test_numbers_that_are_there_are_not_written_again() -> None:
+    """A graph that was made with such a tensor could not be gone back through."""
+    norm, base = torch.nn.BatchNorm1d(2), torch.eye(2)
+    numbers = Numbers([base, *norm.buffers()])
+    weight = torch.ones(2, 2, requires_grad=True)
+    product = base @ weight
+    norm(product.detach() + torch.randn(2, 2))  # writes without counting
+    numbers.restore()
+    assert norm.running_mean is not None
+    assert not norm.running_mean.any()
+    product.sum().backward()

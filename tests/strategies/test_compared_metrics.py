@@ -41,7 +41,7 @@ def test_equal_states(ranks: Any, strategy: str, size: int, readers: int) -> Non
     _, lines = ranks(size).run(fit, Counts, "byte_gpt", strategy, size, readers)[0]
     assert len(lines) == 1
     assert lines[0].startswith("first step equals one process")
-    assert lines[0].endswith("gradients, 12 metrics")
+    assert lines[0].endswith("gradients, 13 metrics")
 
 
 def synced_over_all_ranks(strategy: str) -> str:

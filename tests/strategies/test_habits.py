@@ -58,7 +58,7 @@ EQUAL: dict[Any, tuple[str, ...]] = {
     habits.Unique: ("fsdp_custom", "tp_custom"),
     habits.Copying: ("ddp_custom",),
     habits.CopyingAtStart: ("ddp_custom",),
-    habits.Sampling: ("ddp_custom", "fsdp_custom", "cp_custom", "tp_custom"),
+    habits.Sampling: NAMES,
     habits.Barrier: NAMES[:4],
     habits.TwoNames: NAMES,
 }
@@ -92,7 +92,6 @@ REFUSED: list[tuple[Any, str, str]] = [
     (habits.Copying, "tp_custom", "copy.deepcopy " + A_PART),
     (habits.Copying, "cp_custom", "copy.deepcopy " + A_PART),
     (habits.Copying, "pp_custom", "copy.deepcopy " + ONLY_ANOTHER_STAGE),
-    (habits.Sampling, "pp_custom", "item " + ONLY_ANOTHER_STAGE),
     (habits.Transposed, "fsdp_custom", "torch does not know how to compute this on parts of a tensor"),
     (habits.GradientHooks, "fsdp_custom", "parameters have hooks of their own, which sharding would not run"),
     (habits.GradientHooksAtStart, "fsdp_custom", r"register_hook at .*habits\.py:\d+ hooks a parameter"),

@@ -89,6 +89,32 @@ def test_fit_starts_no_process(
         assert word in str(caught.value)
 
 
+def packed() -> L.LightningModule:
+    """Its linear maps are frozen, in 8 bits."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    module = ByteGPT()
+    quantize_(module.model.blocks, Int8WeightOnlyConfig())
+    module.model.blocks.requires_grad_(False)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [(name, 2) for name in PRESETS if name != "dp_custom"] + [("ddp_custom", 1)]
+)
+def test_packed_weights_are_refused_where_they_would_be_sent(strategy: str, devices: int) -> None:
+    trainer = make_trainer(build_strategy(strategy), 4 if "_tp" in strategy or strategy == "hsdp_custom" else devices)
+    with pytest.raises(ConfigurationError, match=r"are packed \(torchao's Int8Tensor\): model.blocks.0"):
+        trainer.fit(packed(), DataLoader(data_of("byte_gpt", 8, 4), batch_size=2))
+    assert not dist.is_initialized()
+
+
+def test_packed_weights_train_on_one_device() -> None:
+    trainer = make_trainer(build_strategy("fsdp_custom"), 1, max_epochs=1)
+    trainer.fit(packed(), DataLoader(data_of("byte_gpt", 4, 4), batch_size=2))
+    assert trainer.global_step == 2
+
+
 @pytest.mark.parametrize(
     ("strategy", "kwargs", "words"),
     [

@@ -182,6 +182,44 @@ def test_folders_are_kept_and_removed_as_files_are(name: str, ranks: Any, tmp_pa
         assert (last, updates) == ("last.ckpt", 8)
 
 
+def saved_over(strategy: str, folder: Path, epochs: int) -> tuple[list[bool], int]:
+    """Go on from the last checkpoint, and save over it; whether those that are there are folders, and the updates."""
+    callback = ModelCheckpoint(folder, every_n_train_steps=2, save_last=True)
+    trainer = trainer_for(strategy, 2, callbacks=[callback], enable_checkpointing=True, max_epochs=epochs)
+    trainer.fit(
+        DeepTied(), loader(num_readers(strategy.partition(":")[0], 2)), ckpt_path="last" if epochs > 1 else None
+    )
+    dist.barrier()
+    return [each.is_dir() for each in folder.iterdir()], trainer.global_step
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_form_takes_the_place_of_the_one_before(name: str, ranks: Any, tmp_path: Path) -> None:
+    """Also where nobody asks for it: with ``auto`` it follows the memory, which is another on other ranks."""
+    for epochs, form in enumerate(("sharded", "whole", "async-sharded", "async-whole"), start=1):
+        for kinds, updates in ranks(2).run(quietly, saved_over, f"{name}:checkpoint={form}", tmp_path, epochs):
+            assert (kinds, updates) == ([form.endswith("sharded")] * 2, 4 * epochs)
+
+
+def saved_to(strategy: str, path: Path) -> str:
+    trainer = trainer_for(strategy, 2, max_steps=1)
+    trainer.fit(DeepTied(), loader(2))
+    try:
+        trainer.save_checkpoint(path)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("form", "why"), [("whole", "Is a directory"), ("sharded", "Directory not empty")])
+def test_a_folder_of_the_users_is_left_alone(form: str, why: str, ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "results.csv").write_text("1")
+    for words in ranks(2).run(saved_to, f"fsdp_custom:checkpoint={form}", tmp_path / "runs"):
+        assert f"runs could not be written: {why}. " in words
+    assert (tmp_path / "runs" / "results.csv").read_text() == "1"
+
+
 def forms_by_memory(strategy: str, folder: Path) -> list[bool]:
     """Whether a checkpoint is a folder where rank 0 has much memory, and where it has little."""
     found = []

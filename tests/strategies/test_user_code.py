@@ -131,12 +131,6 @@ def test_unused_parameters_are_not_decayed_where_gradients_wait_in_another_dtype
 # Refused ------------------------------------------------------------------------------------------------------------
 
 
-class Hooked(Tokens):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.blocks[1].register_forward_hook(lambda module, args, output: None)
-
-
 class ClippingByItself(Tokens):
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
@@ -178,7 +172,6 @@ class CountingEmbedding(Tokens):
 @pytest.mark.parametrize(
     ("make", "strategy", "words"),
     [
-        (Hooked, "pp_custom", "model.blocks.1 has a forward hook"),
         (
             ClippingByItself,
             "pp_custom",

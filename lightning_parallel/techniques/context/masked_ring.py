@@ -1,4 +1,4 @@
-"""Ring attention under a mask: a rank has its queries' rows of it, and takes the columns of the keys that come round.
+"""Ring attention under a mask, or with dropout: a rank takes its rows of the mask, and columns of keys that come round.
 
 Torch's ring merges blocks by the logarithms of their sums, which are no numbers where a block is masked out as a whole,
 and do not tell apart what a mask of the smallest number has pushed down. Here, largest scores and sums are kept apart.
@@ -91,7 +91,14 @@ def columns_of_mask(sequences: Sequences, mask: Tensor | None, key: Tensor) -> T
 
 @_torch.modes.not_compiled
 def attend_under_mask(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, group: ProcessGroup, *, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    group: ProcessGroup,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Compute attention of this rank's queries to the keys of all ranks in `group`, under a mask. A collective.
 
@@ -103,20 +110,62 @@ def attend_under_mask(
             attention is allowed, or added to the scores. A row without any key gives zeros, as in torch.
         group: The ranks that share the sequence.
         scale: Factor of the products of queries and keys; by default ``dim ** -0.5``.
+        dropout: The probability with which a weight becomes zero. Each rank draws for its queries, once from the
+            default generator of the host.
 
     Returns:
         As `query`, with the width of `value`.
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    attended: Tensor = _MaskedRing.apply(query, key, value, mask, group, scale)
+    attended: Tensor = _MaskedRing.apply(query, key, value, mask, group, scale, _Dropout.drawn(dropout, query))
     return attended
+
+
+@dataclass(frozen=True)
+class _Dropout:
+    """The choice of attention weights that are dropped: backward draws it again, so that nobody keeps it.
+
+    Args:
+        probability: With which a weight is dropped.
+        seed: Of the numbers that are drawn.
+        device: Where they are drawn.
+    """
+
+    probability: float
+    seed: int
+    device: torch.device
+
+    @classmethod
+    def drawn(cls, probability: float, query: Tensor) -> _Dropout | None:
+        """With a seed of the host's generator, so that no device is waited for; ``None`` without dropout."""
+        return cls(probability, int(torch.randint(2**62, (), device="cpu")), query.device) if probability else None
+
+    def factors(self, weights: Tensor, source: int) -> Tensor:
+        """Of each weight: zero, or what keeps the mean.
+
+        Args:
+            weights: `[batch, heads, part, part of keys]`.
+            source: The rank whose keys they are of.
+        """
+        if self.probability == 1:
+            return torch.zeros_like(weights)
+        generator = torch.Generator(self.device).manual_seed(self.seed + source)
+        kept = torch.empty_like(weights).bernoulli_(1 - self.probability, generator=generator)
+        return kept.div_(1 - self.probability)
 
 
 class _MaskedRing(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, group: ProcessGroup, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor,
+        group: ProcessGroup,
+        scale: float,
+        dropout: _Dropout | None,
     ) -> Tensor:
         rows = _Rows(query, mask, scale, query.shape[1] // key.shape[1])
         largest = rows.wide(query.new_full((*query.shape[:3], 1), float("-inf")))
@@ -127,11 +176,13 @@ class _MaskedRing(torch.autograd.Function):
             base = _finite(largest)
             weights, decay = (scores - base).exp(), (before - base).exp()
             sums = sums * decay + weights.sum(-1, keepdim=True)
+            if dropout is not None:  # of weights, whose sum is that of all
+                weights = weights * dropout.factors(weights, source)
             total = total * decay + rows.wide(weights.to(values.dtype) @ values)
         sums = sums.masked_fill(sums == 0, 1.0)
         output = (total / sums).to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, output, _finite(largest), sums)
-        ctx.group, ctx.scale = group, scale
+        ctx.group, ctx.scale, ctx.dropout = group, scale, dropout
         return output
 
     @staticmethod
@@ -149,7 +200,10 @@ class _MaskedRing(torch.autograd.Function):
         for source, (keys, values) in _round(ctx.group, key, value):
             repeated, values = rows.repeated(keys), rows.repeated(values)
             weights = (rows.scores(keys, source) - base).exp() / sums
-            d_scores = weights * (rows.wide(gradient @ values.transpose(-1, -2)) - delta)
+            d_weights = rows.wide(gradient @ values.transpose(-1, -2))
+            factors = None if ctx.dropout is None else ctx.dropout.factors(weights, source)
+            d_scores = weights * ((d_weights if factors is None else d_weights * factors) - delta)
+            weights = weights if factors is None else weights * factors
             if of_mask is not None:
                 block = of_mask.narrow(-1, source * keys.shape[2], keys.shape[2])
                 block += d_scores.sum_to_size(block.shape)
@@ -166,7 +220,7 @@ class _MaskedRing(torch.autograd.Function):
             for part, each in zip(sending.received().split([key.numel(), value.numel()]), (key, value), strict=True)
         )
         of_mask = None if of_mask is None else of_mask.to(mask.dtype)
-        return grad_query.to(query.dtype), grad_key, grad_value, of_mask, None, None
+        return grad_query.to(query.dtype), grad_key, grad_value, of_mask, None, None, None
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def attend(
         key: `[batch, heads of keys, part, dim]`.
         value: As `key`.
         attn_mask: `[..., queries, keys]`, of parts or of whole sequences; true where attention is allowed, or added.
-        dropout_p: Must be 0.
+        dropout_p: The probability with which attention weights become zero; each rank draws for its own queries.
         is_causal: Whether queries see earlier positions only.
         scale: Factor of the products of queries and keys; by default ``dim ** -0.5``.
         enable_gqa: Whether there may be fewer heads of keys than of queries; a ring always allows it.
@@ -58,19 +58,23 @@ def attend(
     Raises:
         ConfigurationError: For anything that a ring cannot compute, with all reasons.
     """
-    if violations := _violations(sequences, query, key, attn_mask, dropout_p, is_causal):
+    if violations := _violations(sequences, query, key, attn_mask, is_causal):
         raise ConfigurationError(violations)
     mask = None if attn_mask is None else rows_of_mask(sequences, _in_autocast(attn_mask), query)
     batch = max(each.shape[0] for each in (query, key, value, mask) if each is not None)
     query, key, value = (_as_attention_does(each, batch) for each in (query, key, value))
     if not sequences.is_part(key.shape[2]):  # whole on every rank already, such as keys of learned slots
         sequences.lengths.taken.add(key.shape[2])
-        return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
+        return scaled_dot_product_attention(query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa)
     is_padded = key.shape[2] * sequences.num_ranks != sequences.whole_length(key.shape[2])
-    if mask is None and (is_causal or not is_padded):  # under is_causal, padding is later than any query
+    if mask is None and not dropout_p and (is_causal or not is_padded):  # under is_causal, padding is later than all
         return attend_in_ring(query, key, value, sequences.group, is_causal=is_causal, scale=scale)
+    if is_causal:  # torch's kernels have no dropout that tells the sums by which a ring merges blocks
+        length = sequences.whole_length(key.shape[2])
+        earlier = torch.ones(length, length, dtype=torch.bool, device=key.device).tril()
+        mask = rows_of_mask(sequences, earlier, query)
     mask = columns_of_mask(sequences, mask, key)
-    return attend_under_mask(query, key, value, mask, sequences.group, scale=scale)
+    return attend_under_mask(query, key, value, mask, sequences.group, scale=scale, dropout=dropout_p)
 
 
 def _as_attention_does(states: Tensor, batch: int) -> Tensor:
@@ -88,9 +92,7 @@ def _in_autocast(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _violations(
-    sequences: Sequences, query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, is_causal: bool
-) -> list[str]:
+def _violations(sequences: Sequences, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> list[str]:
     start, instead = "context_attention='ring'", "give context_attention='ulysses'"
     if query.ndim != 4:
         return [f"{start} needs attention over [batch, heads, length, dim], but got {tuple(query.shape)}; {instead}"]
@@ -101,8 +103,6 @@ def _violations(
         found += mask_violations(sequences, mask, query, key)
         if is_causal:  # torch refuses it, too
             found.append(f"{start}: attention is given a mask and is_causal=True; give one of the two")
-    if dropout:
-        found.append(f"{start} has no dropout of attention weights, but dropout_p is {dropout:g}; give 0, or {instead}")
     if query.shape[1] % key.shape[1]:
         found.append(
             f"{start} needs a number of heads that the {key.shape[1]} heads of keys divide, but queries have "

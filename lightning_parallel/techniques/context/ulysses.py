@@ -94,6 +94,6 @@ def _head_violation(query: Tensor, key: Tensor, num_ranks: int) -> str:
     return (
         f"context={num_ranks} cannot share {heads} heads and {kv_heads} heads of keys and values (those that tensor "
         "parallel has left to a rank, if there is any); possible: "
-        f"{listed(legal)}; attention without dropout needs no division of heads with "
+        f"{listed(legal)}; attention needs no division of heads with "
         "context_attention='ring'"
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.hidden_states import hidden_in, with_hidden
-from lightning_parallel.module.placeholders import placeholders_in
+from lightning_parallel.module.placeholders import is_placeholder, placeholders_in
 from lightning_parallel.techniques.pipeline.joined import JoinedOutputs
 from lightning_parallel.techniques.pipeline.routing_refusals import foreign, plain_hidden
 from lightning_parallel.techniques.pipeline.side_inputs import SideInputs
@@ -93,8 +93,11 @@ class StageBoundary:
         self._put(kept, joined, after=self._side_inputs.num_beside(self._step) - len(kept))
 
     def _put(self, placeholders: Sequence[Tensor], joined: JoinedOutputs, *, after: int = 0) -> None:
+        carried = self._side_inputs.carried
         for placeholder, tensor in zip(placeholders, joined.side_inputs(placeholders, after=after), strict=True):
             self._substitutes.put(placeholder, tensor)
+            if is_placeholder(tensor) and (name := carried.name_of_layer(placeholder)) is not None:
+                joined.unjoined = joined.unjoined or name
 
     def check_values(self, index: int, values: Any) -> None:
         """Refuse what this stage has no values of.

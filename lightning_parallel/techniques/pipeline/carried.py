@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.module.left_values import LeftValue
 from lightning_parallel.module.placeholders import Placeholder
 from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
 
@@ -118,18 +119,48 @@ class CarriedResults:
         if not self._is_noting or not (self._is_traced or self._wanted):
             return
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        lines = () if not tensors else lines_of_step() if layer is None else (("a layer", layer),)
+        lines = () if not tensors else lines_of_step() if layer is None else ((_RETURNED, layer),)
         for tensor in tensors:
-            self._note((lines, self._counts[lines]), tensor, is_of_stack=layer == self._end - 1)
+            self._note((lines, self._counts[lines]), tensor, self._end if layer == self._end - 1 else None)
             self._counts[lines] += 1
 
-    def _note(self, key: Key, tensor: Tensor, *, is_of_stack: bool) -> None:
+    def takes_left(self, layer: int) -> bool:
+        """Whether the step takes what a layer leaves elsewhere than in its result.
+
+        Args:
+            layer: The number of the layer.
+        """
+        return any(lines[:1] == ((_LEFT, layer),) for lines, _ in self._wanted)
+
+    def note_left(self, left: Iterable[LeftValue], *, layer: int) -> None:
+        """Note what a layer has left elsewhere than in its result.
+
+        Args:
+            left: The values.
+            layer: The number of the layer.
+        """
+        for each in left if self._is_traced or self._wanted else ():
+            lines = ((_LEFT, layer), (each.name, 0))
+            for tensor in tree_leaves(each.value):
+                if isinstance(tensor, Tensor):
+                    self._note((lines, self._counts[lines]), tensor, layer)
+                    self._counts[lines] += 1
+
+    def name_of_layer(self, placeholder: Any) -> str | None:
+        """Words for what a layer has returned or left in this run; ``None`` for anything else."""
+        key = next((key for key, tensor in self._seen.items() if tensor is placeholder), None)
+        if key is None or (key[0][:1] and key[0][0][0] not in (_LEFT, _RETURNED)):
+            return None
+        (_, layer), *names = key[0]
+        return names[0][0] if names else f"what layer {layer} of the stack returns"
+
+    def _note(self, key: Key, tensor: Tensor, made: int | None = None) -> None:
         if not self._is_traced:
             if key in self._wanted:
                 self._seen[key] = tensor
         # An operation in place returns what has a key already.
         elif isinstance(tensor, Placeholder) and tensor.stage is not None and not self.knows(tensor):
-            made = self._end if is_of_stack else self._place()
+            made = self._place() if made is None else made
             self._keys[id(tensor)], self._wanted[key] = (key, tensor), CarriedResult(made, made)
 
     def knows(self, placeholder: Placeholder) -> bool:
@@ -213,6 +244,8 @@ def _is_of_package(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith("lightning_parallel.")
 
 
+_RETURNED, _LEFT = "a layer", "leavings"
+"""In the place of names of functions: what a layer has returned, and what it has left at the place that follows."""
 _CALLING_MODULES = "torch.nn.modules.module"
 """Left out of lines: a module is called by other lines where it has hooks, as on the stage that shards it."""
 _CHANGED = (

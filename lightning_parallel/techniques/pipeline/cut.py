@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_parallel import _torch
 from lightning_parallel.module.layer_stacks import ModuleStructure
+from lightning_parallel.module.left_values import LeftValues
 from lightning_parallel.ranks.stage_owners import StageOwners, tag_owners
 from lightning_parallel.techniques.pipeline.layer_router import LayerRouter, apply_layer_router
 from lightning_parallel.techniques.pipeline.outside_calls import OutsideCalls
@@ -84,9 +85,12 @@ def cut_stack(
     assert group is not None
     assert host_group is not None
     layers = [(path, module.get_submodule(path)) for path in plan.placement.layers]
-    router = apply_layer_router(layers, plan.stages, known=plan.placement.known)
+    left_values = LeftValues(module, plan.placement.layers)
+    router = apply_layer_router(
+        layers, plan.stages, rank=group.rank(), left_values=left_values, known=plan.placement.known
+    )
     owners_by_name = hold(module, plan.placement.positions, plan.stages, group=group, host_group=host_group)
-    turns = Turns(plan.stages, plan.placement.layers, group, host_group)
+    turns = Turns(plan.stages, plan.placement.layers, left_values, group, host_group)
     if plan.placement.takes_turns:
         router.outside = turns.call
         return CutStack(plan, router, owners_by_name, group, host_group, turns)

@@ -13,7 +13,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -152,6 +154,7 @@ class Execution:
             stage the scalar from which backward starts.
         num_passed: Takes a stage; returns the number of tensors that it receives.
         before_backward: Called before each backward.
+        waiting: Makes a context for each wait for another rank.
         join: Takes what the last stage has computed for all microbatches, runs the rest of the step, and returns its
             gradients for each; where none is given, the last stage's `forward` does all of it.
     """
@@ -166,6 +169,7 @@ class Execution:
         forward: Callable[[int, int, Passed | None], Passed | None],
         num_passed: Callable[[int], int],
         before_backward: Callable[[], None],
+        waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
         join: Callable[[list[Passed]], PartGradients] | None = None,
     ) -> None:
         self._plan = plan
@@ -175,6 +179,7 @@ class Execution:
         self._forward = forward
         self._num_passed = num_passed
         self._before_backward = before_backward
+        self._waiting = waiting
         self._join = join
         self._joined: PartGradients = []
         self._arriving: dict[tuple[str, int, int], list[tuple[Tensor, dist.Work | None]]] = {}
@@ -205,8 +210,9 @@ class Execution:
                 assert output is not None
                 wanted = [form for form in _forms(output) if form.wants_gradient]
                 self._receive("B", *key, self._plan.rank_of(action.stage + 1), wanted)
-        for _, work in self._sent:
-            work.wait()
+        with self._waiting():
+            for _, work in self._sent:
+                work.wait()
         self._sent = []
 
     # Computing --------------------------------------------------------------------------------------------------
@@ -282,7 +288,8 @@ class Execution:
         """Return the forms of the tensors that `stage` receives, announced once in each step."""
         if stage not in self._coming:
             header = torch.zeros(self._num_passed(stage), _HEADER, dtype=torch.int64)
-            dist.recv(header, group=self._host_group, group_src=self._plan.rank_of(stage - 1))
+            with self._waiting():
+                dist.recv(header, group=self._host_group, group_src=self._plan.rank_of(stage - 1))
             self._coming[stage] = [_Form.announced(row) for row in header.tolist()]
         return self._coming[stage]
 
@@ -302,7 +309,8 @@ class Execution:
 
     def _arrived(self, kind: str, stage: int, microbatch: int) -> Passed:
         found = self._arriving.pop((kind, stage, microbatch))
-        for _, work in found:
-            if work is not None:
-                work.wait()
+        with self._waiting():
+            for _, work in found:
+                if work is not None:
+                    work.wait()
         return tuple(tensor for tensor, _ in found)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.module.placeholders import is_placeholder
 
 Passed = tuple[Tensor, ...]
 """Tensors that a stage sends on: hidden states, `[batch, length, width]`, then side inputs."""
@@ -34,6 +35,8 @@ class JoinedOutputs:
         self._parts = parts
         self._first_side_input = len(parts[0]) - num_side_inputs
         self._joined: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self.unjoined = ""
+        """What layers have computed that has no dimension of samples, in words, if there is anything."""
 
     def in_place_of(self, result: Any, path: str) -> Any:
         """Return what the last layer would return for the whole batch.
@@ -52,6 +55,8 @@ class JoinedOutputs:
             raise ConfigurationError([f"{returned}, so that they cannot be joined; {_ADVICE}"])
         for number, place in enumerate(places):
             leaves[place] = self._join(number, leaves[place])
+            if is_placeholder(leaves[place]):
+                self.unjoined = self.unjoined or f"what {path} returns"
         return tree_unflatten(leaves, spec)
 
     def side_inputs(self, placeholders: Sequence[Tensor], *, after: int = 0) -> list[Tensor]:

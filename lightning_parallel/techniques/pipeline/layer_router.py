@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel import _torch
-from lightning_parallel.module.placeholders import (
-    placeholders_in_place,
-)
+from lightning_parallel.module.left_values import LeftValues
+from lightning_parallel.module.placeholders import placeholders_in_place
 from lightning_parallel.ranks.random_streams import drawing_from, seed_of_part
 from lightning_parallel.techniques.pipeline.boundary import StageBoundary
+from lightning_parallel.techniques.pipeline.carried import CarriedResults
 from lightning_parallel.techniques.pipeline.joined import JoinedOutputs
 from lightning_parallel.techniques.pipeline.layer_checkpoints import LayerCheckpoints
-from lightning_parallel.techniques.pipeline.routing_refusals import disorder
+from lightning_parallel.techniques.pipeline.routing_refusals import ended_early, out_of_order
+from lightning_parallel.techniques.pipeline.run_leavings import RunLeavings
 from lightning_parallel.techniques.pipeline.shape_inference import InferredShapes, collecting_hooks
 from lightning_parallel.techniques.pipeline.side_inputs import SideInputs, Traced
 from lightning_parallel.techniques.pipeline.stage_plan import BEFORE_THE_STACK, StagePlan
@@ -69,6 +70,14 @@ class StepPart:
     leaves_stack: bool = False
     joined: JoinedOutputs | None = None
 
+    def ending(self, last: int) -> dict[str, bool]:
+        """Whether the run comes to the end of the step, and is that of the whole batch.
+
+        Args:
+            last: The last stage.
+        """
+        return {"is_end": self.stage == last and not self.leaves_stack, "is_joined": self.joined is not None}
+
 
 class LayerRouter:
     """Router of a step through the stack; open while a stage runs its part.
@@ -76,10 +85,14 @@ class LayerRouter:
     Args:
         plan: The layers of each stage.
         paths: The paths of the layers, in order.
+        rank: This rank of the pipeline.
+        left_values: Finds what layers leave elsewhere than in their results.
         known: What traces of an earlier cut have shown.
     """
 
-    def __init__(self, plan: StagePlan, paths: Sequence[str], known: Traced | None = None) -> None:
+    def __init__(
+        self, plan: StagePlan, paths: Sequence[str], rank: int, left_values: LeftValues, known: Traced | None = None
+    ) -> None:
         self.plan, self._paths = plan, paths
         self.position = BEFORE_THE_STACK
         self.side_inputs = SideInputs(plan, paths, lambda: self.position, known)
@@ -89,7 +102,8 @@ class LayerRouter:
         self._substitutes = Substitutes()
         self._boundary = StageBoundary("", paths, self.side_inputs, self._substitutes)
         self._mode: SubstitutionMode | None = None
-        self._inferred = InferredShapes()
+        self._inferred = InferredShapes(left_values)
+        self._left = RunLeavings(plan, paths, rank, left_values, self.side_inputs.carried)
         self._trace: StepTrace | None = None
         self._order: list[int] | None = None
         self._checkpoints = LayerCheckpoints()
@@ -152,19 +166,20 @@ class LayerRouter:
         opened = self._checkpoints.opened(lambda: self.position == self.plan.num_layers - 1 or self.is_in_layer)
         passes_more = part.stage is None or self.side_inputs.has_any(step)
         replace = self._substitutes.replace if self._trace is None else self._trace.look_outside
-        self._mode = SubstitutionMode(replace, self._note_outside) if passes_more else None
+        self._mode = SubstitutionMode(replace, _noting(self._trace, self.side_inputs.carried)) if passes_more else None
         self.side_inputs.carried.begin(step, is_traced=self._trace is not None)
         try:
             with self._mode or contextlib.nullcontext(), opened:
                 yield
         finally:
+            self._left.end(self._substitutes.replace, **part.ending(self.plan.last))
             self.is_open, self._part, self._mode = False, StepPart(None), None
             self._substitutes.clear()
             self.side_inputs.carried.end()
 
     @property
     def is_in_layer(self) -> bool:
-        """Whether a layer is running on placeholders at the moment."""
+        """Whether a layer runs on placeholders."""
         return self._inferred.is_running
 
     def place(self, places: Sequence[int]) -> int:
@@ -181,8 +196,7 @@ class LayerRouter:
     def check_end(self) -> None:
         """Refuse a step that has returned without calling all layers."""
         if self.position != self.plan.num_layers - 1:
-            where = "no layer" if self.position < 0 else f"only the layers up to {self._paths[self.position]}"
-            raise DisorderError([disorder(f"the step called {where} of the stack")])
+            raise DisorderError([ended_early(self._paths[: self.position + 1])])
 
     def returned(self, output: Any) -> Any:
         """Return what a step has returned, with what this stage has received in its place; a trace notes its use.
@@ -214,8 +228,7 @@ class LayerRouter:
             self._order.append(index)
             return self._hand_on(index, layer, forward, args, kwargs)
         if index != self.position + 1:
-            before = self._paths[self.position] if self.position >= 0 else "the beginning of the step"
-            raise DisorderError([disorder(f"the step called {self._paths[index]} after {before}")])
+            raise DisorderError([out_of_order(self._paths[index], self._paths[: self.position + 1])])
         part = self._part
         if part.stage is None:
             assert self._trace is not None
@@ -237,7 +250,7 @@ class LayerRouter:
         timed = contextlib.nullcontext() if part.clock is None else part.clock.of_layer(index)
         stream = _layer_stream(part.seed, index, is_needed=layer.training and torch.is_grad_enabled())
         with timed, stream, _torch.modes.outside_of(self._mode):  # the arguments are replaced already
-            result = self._checkpoints.run(run, args, kwargs)
+            result = self._left.run(index, layer, lambda: self._checkpoints.run(run, args, kwargs))
         if part.leaves_stack and index == self.plan.num_layers - 1:
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             raise StageExit((*tensors, *(part.received or ())[1:], *self._boundary.kept()))
@@ -256,32 +269,36 @@ class LayerRouter:
             self._boundary.take_kept(joined)
         return result
 
-    def _note_outside(self, values: Any, result: Any) -> None:
-        if self._trace is not None:
-            self._trace.note(values, result)
-        self.side_inputs.carried.note(result)
-
     def _hand_on(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Infer the layer's result, as placeholders; that of the last one may be known from the microbatches."""
-        result = self._inferred.result(index, layer, forward, args, kwargs, is_on_placeholders=self._part.stage is None)
+        path, is_tried = self._paths[index], self._part.stage is None
+        result = self._inferred.result(index, layer, forward, args, kwargs, path=path, is_on_placeholders=is_tried)
+        self._left.note_inferred(index, self._inferred, is_tried=is_tried)
         if self._part.joined is not None and index == self.plan.num_layers - 1:
-            result = self._part.joined.in_place_of(result, self._paths[index])
+            result = self._part.joined.in_place_of(result, path)
         for hook in collecting_hooks(layer):
             hook(layer, args, result)
         return result
 
 
 def apply_layer_router(
-    layers: Sequence[tuple[str, nn.Module]], plan: StagePlan, *, known: Traced | None = None
+    layers: Sequence[tuple[str, nn.Module]],
+    plan: StagePlan,
+    *,
+    rank: int,
+    left_values: LeftValues,
+    known: Traced | None = None,
 ) -> LayerRouter:
     """Let the calls of `layers` go through a `LayerRouter`, in place. Names in the state dict stay.
 
     Args:
         layers: All layers of the stack with their paths, in the order in which they run.
         plan: The layers of each stage.
+        rank: This rank of the pipeline.
+        left_values: Finds what layers leave elsewhere than in their results.
         known: What passes from stage to stage, if it is known from a trace.
     """
-    router = LayerRouter(plan, [path for path, _ in layers], known)
+    router = LayerRouter(plan, [path for path, _ in layers], rank, left_values, known)
     places: dict[nn.Module, list[int]] = defaultdict(list)
     for index, (_, layer) in enumerate(layers):
         places[layer].append(index)
@@ -290,6 +307,17 @@ def apply_layer_router(
     for layer in places:
         layer.__class__ = classes[type(layer)]
     return router
+
+
+def _noting(trace: StepTrace | None, carried: CarriedResults) -> Callable[[Any, Any], None]:
+    """Return what notes an operation outside of layers, by its arguments and its result."""
+
+    def note(values: Any, result: Any) -> None:
+        if trace is not None:
+            trace.note(values, result)
+        carried.note(result)
+
+    return note
 
 
 def _routing(cls: type[Any], router: LayerRouter, places: Mapping[nn.Module, Sequence[int]]) -> type[nn.Module]:

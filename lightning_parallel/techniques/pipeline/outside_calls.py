@@ -36,6 +36,10 @@ class OutsideCalls:
         self._turns, self._is_in_schedule, self._group, self._host_group = turns, is_in_schedule, group, host_group
         self._depth = 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> OutsideCalls:
+        """Itself, as process groups have no copies: copying a module ends at the first tensor of another stage."""
+        return self
+
     def apply(self, module: nn.Module) -> None:
         """Put hooks on the modules outside of the layers that have parameters, in place.
 

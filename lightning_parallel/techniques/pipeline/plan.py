@@ -14,7 +14,6 @@ from lightning_parallel.techniques.pipeline.placement import (
     plan_stages,
 )
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy, stack_length_violations
-from lightning_parallel.techniques.pipeline.shape_inference import collecting_hooks
 from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
 
 
@@ -116,24 +115,4 @@ def sharing_violations(module: nn.Module, structure: ModuleStructure) -> list[st
         f"{name} is {of_layer}, too, and pipeline stages that take turns have a parameter in layers, or outside of "
         "them, not both; give each its own, or give pipeline=1"
         for name, of_layer in shared[:1]
-    ]
-
-
-def hooked_layers_violations(module: nn.Module, structure: ModuleStructure) -> list[str]:
-    """Reasons why a user's forward hooks on layers are refused: those of layers on other stages would not run.
-
-    Args:
-        module: The whole module.
-        structure: Its layer stacks.
-    """
-    hooked = [
-        path
-        for path in structure.layers
-        if len(module.get_submodule(path)._forward_hooks) > len(collecting_hooks(module.get_submodule(path)))
-    ]
-    if not hooked:
-        return []
-    return [
-        f"{hooked[0]} has a forward hook, which under a pipeline only the ranks of its stage would run; take it off, "
-        "or give pipeline=1"
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -55,4 +56,37 @@ def disorder(what: str) -> str:
     return (
         f"{what}; a pipeline needs every step to call each layer of the stack once, one after the other from the first "
         "to the last. Name another stack with layers=, or give schedule='turns' or pipeline=1"
+    )
+
+
+def ended_early(called: Sequence[str]) -> str:
+    """Say that a step has not called all layers.
+
+    Args:
+        called: The paths of those that it has called.
+    """
+    where = f"only the layers up to {called[-1]}" if called else "no layer"
+    return disorder(f"the step called {where} of the stack")
+
+
+def out_of_order(path: str, called: Sequence[str]) -> str:
+    """Say that a step has called a layer that is not the next one.
+
+    Args:
+        path: The path of the layer.
+        called: The paths of those that it had called.
+    """
+    return disorder(f"the step called {path} after {called[-1] if called else 'the beginning of the step'}")
+
+
+def counting(path: str, name: str) -> str:
+    """Say that the code of a layer, or a hook in it, counts.
+
+    Args:
+        path: The path of the layer.
+        name: What it changes.
+    """
+    return (
+        f"{path}, or a hook in it, changes {name}, which is outside of the layer, and would do so for each microbatch; "
+        "give schedule='turns' or pipeline=1"
     )

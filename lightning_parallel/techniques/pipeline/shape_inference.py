@@ -13,18 +13,33 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_parallel.module.hidden_states import hidden_in, with_hidden
 from lightning_parallel.module.kept_state import KeptState
 from lightning_parallel.module.kv_cache import is_cache
-from lightning_parallel.module.placeholders import is_placeholder, placeholder_like, placeholders_in_place
+from lightning_parallel.module.left_values import Before, LeftValue, LeftValues, is_of_user
+from lightning_parallel.module.placeholders import (
+    is_placeholder,
+    placeholder_like,
+    placeholders_in,
+    placeholders_in_place,
+)
 
 _REMEMBERED = 4096
 """Number of results of layers of other stages that are remembered: shapes only, about a kilobyte each."""
 
 
 class InferredShapes:
-    """Results of layers of other stages as placeholders, found by running each kind of call on placeholders once."""
+    """Results of layers of other stages as placeholders, found by running each kind of call on placeholders once.
 
-    def __init__(self) -> None:
+    Args:
+        left: Finds what layers leave elsewhere.
+    """
+
+    def __init__(self, left: LeftValues) -> None:
         self.is_running = False
         """Whether a layer is run just now."""
+        self.left: tuple[Before, list[LeftValue]] | None = None
+        """What the last one has left, which is at its places."""
+        self.counted: list[str] = []
+        """Names of plain values outside of the last one that it has changed."""
+        self._left_values, self._leaving = left, set[int]()
         self._results: dict[Any, Any] = {}
 
     def result(
@@ -35,6 +50,7 @@ class InferredShapes:
         args: Any,
         kwargs: Any,
         *,
+        path: str,
         is_on_placeholders: bool,
     ) -> Any:
         """The result of `forward` of layer `index`, as placeholders.
@@ -45,18 +61,28 @@ class InferredShapes:
             forward: Its own forward, past what was put around it.
             args: What it is given.
             kwargs: The same.
+            path: The path of the layer.
             is_on_placeholders: Whether all parameters of the module are placeholders already.
         """
         args, kwargs = tree_map(lambda value: None if is_cache(value) else value, (args, kwargs))
         key = (index, torch.is_grad_enabled(), *map(_kind, tree_leaves((args, kwargs))))
-        # Hooks inside of a layer collect something for the step, in each call.
-        if key not in self._results or any(map(collecting_hooks, layer.modules())):
+        self.left, self.counted = None, []
+        # Hooks inside of a layer collect something for the step, in each call, and so may its own code.
+        if key not in self._results or index in self._leaving or any(map(collecting_hooks, layer.modules())):
             if len(self._results) > _REMEMBERED:  # of batches whose length varies
                 self.forget()
             hidden = hidden_in(args, kwargs)
             args, kwargs = with_hidden(hidden if is_placeholder(hidden) else placeholder_like(hidden), args, kwargs)
+            before, forward = self._left_values.before(layer), with_hooks(layer, forward)
             with self._running(), contextlib.nullcontext() if is_on_placeholders else _on_placeholders(layer):
                 self._results[key] = tree_map(_as_value, forward(*args, **kwargs))
+                found = before.found()
+            left = [each for each in found if placeholders_in(each.value)]
+            self.counted = [each.name for each in found if each.counts and not each.is_inside(path)]
+            if left:
+                self._leaving.add(index)
+                before.put(left)
+                self.left = before, left
         return tree_map(lambda value: value.detach() if is_placeholder(value) else value, self._results[key])
 
     def forget(self) -> None:
@@ -101,6 +127,34 @@ def collecting_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """Hooks of Hugging Face's that collect what a module returns, such as ``output_hidden_states=True`` asks for."""
     hooks = module._forward_hooks.values()
     return [hook for hook in hooks if (getattr(hook, "__module__", None) or "").startswith("transformers.")]
+
+
+def with_hooks(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `forward` with the forward hooks that the user has put on a layer itself.
+
+    Args:
+        layer: The layer.
+        forward: Its own forward, past what was put around it.
+    """
+    first = [pair for pair in layer._forward_pre_hooks.items() if is_of_user(pair[1])]
+    last = [pair for pair in layer._forward_hooks.items() if is_of_user(pair[1])]
+    if not first and not last:
+        return forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for number, hook in first:
+            if number in layer._forward_pre_hooks_with_kwargs:
+                args, kwargs = hook(layer, args, kwargs) or (args, kwargs)
+            elif (found := hook(layer, args)) is not None:
+                args = found if isinstance(found, tuple) else (found,)
+        result = forward(*args, **kwargs)
+        for number, hook in last:
+            given = (args, kwargs) if number in layer._forward_hooks_with_kwargs else (args,)
+            found = hook(layer, *given, result)
+            result = result if found is None else found
+        return result
+
+    return run
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.ranks.stage_owners import StageOwners
 
 
@@ -49,7 +50,8 @@ class StageBuffers:
         written = {
             name: buffer.detach().cpu().clone()
             for name, buffer in self._buffers().items()
-            if name not in self._before or not _is_unwritten(buffer, *self._before[name])
+            if not is_placeholder(buffer)
+            and (name not in self._before or not _is_unwritten(buffer, *self._before[name]))
         }
         is_any = torch.tensor(len(written))
         dist.all_reduce(is_any, op=dist.ReduceOp.MAX, group=self._host_group)
@@ -73,7 +75,7 @@ class StageBuffers:
         path, _, attribute = name.rpartition(".")
         table: dict[str, Any] = self._module.get_submodule(path)._buffers
         own = table.get(attribute)
-        if own is None or own.shape != value.shape or own.dtype != value.dtype:
+        if own is None or is_placeholder(own) or own.shape != value.shape or own.dtype != value.dtype:
             device = value.device if own is None else own.device
             table[attribute] = value.to(device, copy=True)
         else:

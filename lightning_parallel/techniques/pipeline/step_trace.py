@@ -43,7 +43,12 @@ class StepTrace:
     ) -> None:
         self._step, self._plan, self._paths = step, plan, paths
         self._side_inputs, self._substitutes, self._where = side_inputs, substitutes, where
-        self.watch = Watch(lambda: plan.stage_at(where()[0]), touch, self._refuse)
+        self.watch = Watch(
+            lambda: plan.stage_at(where()[0]),
+            touch,
+            self._refuse,
+            is_at_end=lambda: where() == (plan.num_layers - 1, False),
+        )
 
     def look_at_layer(self, index: int, args: Any, kwargs: Any) -> Any:
         """Note what a layer is given; if it begins a stage, what depends on parameters is sent to it.

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.hidden_states import ENDS_LAYER
 from lightning_parallel.module.kv_cache import is_cache
+from lightning_parallel.module.left_values import LeftValue, LeftValues
 from lightning_parallel.module.placeholders import name_sources, placeholders_in
 from lightning_parallel.ranks.random_streams import drawing_aside, pass_number
 from lightning_parallel.ranks.stage_owners import broadcast_object
@@ -51,12 +52,21 @@ class Turns:
     Args:
         plan: The layers of each stage, and its rank.
         paths: The paths of the layers, in order.
+        left_values: Finds what layers leave elsewhere than in their results.
         group: The ranks of the pipeline.
         host_group: The same, for host memory.
     """
 
-    def __init__(self, plan: StagePlan, paths: Sequence[str], group: ProcessGroup, host_group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        plan: StagePlan,
+        paths: Sequence[str],
+        left_values: LeftValues,
+        group: ProcessGroup,
+        host_group: ProcessGroup,
+    ) -> None:
         self._plan, self._paths, self._group, self._host_group = plan, paths, group, host_group
+        self._left_values = left_values
         self._checkpoints = LayerCheckpoints()
 
     def opened(self) -> contextlib.AbstractContextManager[None]:
@@ -95,33 +105,57 @@ class Turns:
         args, kwargs = tree_unflatten(leaves, spec)
         if owner != self._group.rank():
             if any(map(is_cache, leaves)):
+                before = self._left_values.before(layer)
                 fill_cache(layer, forward, args, kwargs)
-            return self._follow(owner, inputs, leaves)
+                before.take_away(before.found())
+            result, left = self._follow(owner, inputs, leaves)
+            if left:
+                self._left_values.before(layer).put(left)
+            return result
+        before = self._left_values.before(layer)
         with drawing_aside(index) as has_drawn:
             result = self._checkpoints.run(run, args, kwargs)
             draws = has_drawn()
-        return self._publish(owner, inputs, leaves, result, draws=draws)
+        own = before.found()
+        result, left = self._publish(owner, inputs, leaves, result, own, draws=draws)
+        before.put(left, old=[each.value for each in own])
+        return result
 
-    def _publish(self, owner: int, inputs: Sequence[Tensor], arguments: list[Any], result: Any, *, draws: bool) -> Any:
-        """Send the result of a layer to the other ranks."""
-        leaves, spec = tree_flatten(result, is_leaf=is_cache)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    def _publish(
+        self,
+        owner: int,
+        inputs: Sequence[Tensor],
+        arguments: list[Any],
+        result: Any,
+        left: list[LeftValue],
+        *,
+        draws: bool,
+    ) -> tuple[Any, list[LeftValue]]:
+        """Send the result of a layer, and what it has left, to the other ranks."""
+        leaves, spec = tree_flatten((result, left), is_leaf=is_cache)
+        # What hooks have left may be what the layer was given, or returns: others have that.
+        known = [*arguments, *tree_leaves(result, is_leaf=is_cache)]
+        num_returned = len(known) - len(arguments)
+        places = [
+            place
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and (place < num_returned or all(each is not leaf for each in known))
+        ]
         # Of one layout on all ranks: products of other strides round otherwise, and their gradients would part.
         tensors = [leaves[place].contiguous() for place in places]
         forms = [(t.dtype, t.shape, t.requires_grad and torch.is_grad_enabled()) for t in tensors]
-        rest = [_in_words(leaf, arguments) for place, leaf in enumerate(leaves) if place not in set(places)]
+        rest = {place: _in_words(leaf, known) for place, leaf in enumerate(leaves) if place not in set(places)}
         broadcast_object((spec, places, forms, rest, draws), owner, self._host_group)
         _advance(draws)
         if any(wants for *_, wants in forms):
             tensors = list(_Exit.apply(self._group, owner, forms, len(tensors), *tensors, *inputs))
         else:
             _send(tensors, self._group, owner)
-        for place, tensor in zip(places, tensors, strict=True):
-            leaves[place] = tensor
-        return tree_unflatten(leaves, spec)
+        found: tuple[Any, list[LeftValue]] = _filled(spec, places, tensors, rest, arguments)
+        return found
 
-    def _follow(self, owner: int, inputs: Sequence[Tensor], arguments: list[Any]) -> Any:
-        """Receive the result of a layer of another rank."""
+    def _follow(self, owner: int, inputs: Sequence[Tensor], arguments: list[Any]) -> tuple[Any, list[LeftValue]]:
+        """Receive the result of a layer of another rank, and what it has left."""
         spec, places, forms, rest, draws = broadcast_object(None, owner, self._host_group)
         _advance(draws)
         device = _device_of(arguments)
@@ -130,7 +164,8 @@ class Turns:
             tensors = _Received.apply(self._group, owner, forms, device, anchor, *inputs)
         else:
             tensors = _receive(forms, device, self._group, owner)
-        return _filled(spec, places, tensors, [_from_words(each, arguments) for each in rest])
+        found: tuple[Any, list[LeftValue]] = _filled(spec, places, tensors, rest, arguments)
+        return found
 
 
 def check_loss(loss: Tensor) -> None:
@@ -221,22 +256,27 @@ def _receive(forms: Sequence[_Form], device: torch.device, group: ProcessGroup, 
     return tensors
 
 
-def _filled(spec: TreeSpec, places: Sequence[int], tensors: Sequence[Tensor], rest: Sequence[Any]) -> Any:
-    others, found = iter(rest), dict(zip(places, tensors, strict=True))
-    leaves = [found[place] if place in found else next(others) for place in range(spec.num_leaves)]
+def _filled(
+    spec: TreeSpec,
+    places: Sequence[int],
+    tensors: Sequence[Tensor],
+    rest: dict[int, tuple[bool, Any]],
+    arguments: list[Any],
+) -> Any:
+    leaves: list[Any] = [None] * spec.num_leaves
+    for place, tensor in zip(places, tensors, strict=True):
+        leaves[place] = tensor
+    for place, (is_known, value) in rest.items():
+        number = value - len(arguments) if is_known else 0
+        leaves[place] = value if not is_known else arguments[value] if number < 0 else leaves[number]
     return tree_unflatten(leaves, spec)
 
 
-def _in_words(leaf: Any, arguments: list[Any]) -> tuple[bool, Any]:
-    """An object that a layer returns: the place of the argument that it is, or else the object itself."""
-    place = next((place for place, argument in enumerate(arguments) if argument is leaf), None)
-    is_argument = place is not None and leaf is not None
-    return is_argument, place if is_argument else leaf
-
-
-def _from_words(words: tuple[bool, Any], arguments: list[Any]) -> Any:
-    is_argument, value = words
-    return arguments[value] if is_argument else value
+def _in_words(leaf: Any, known: list[Any]) -> tuple[bool, Any]:
+    """An object: its place among arguments of a layer and what it has returned, or else the object itself."""
+    place = next((place for place, each in enumerate(known) if each is leaf), None)
+    is_known = place is not None and not isinstance(leaf, bool | int | float | str | None)
+    return is_known, place if is_known else leaf
 
 
 def _advance(draws: bool) -> None:

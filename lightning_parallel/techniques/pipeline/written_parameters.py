@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ class WrittenParameters:
     Args:
         module: The module.
         group: The ranks of the pipeline, for host memory.
+        waiting: Makes a context for each wait for another rank.
 
     Example:
         >>> written = WrittenParameters(module, group)
@@ -40,8 +42,13 @@ class WrittenParameters:
         ...     ...  # a step
     """
 
-    def __init__(self, module: nn.Module, group: ProcessGroup) -> None:
-        self._module, self._group = module, group
+    def __init__(
+        self,
+        module: nn.Module,
+        group: ProcessGroup,
+        waiting: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self._module, self._group, self._waiting = module, group, waiting
         self._num_steps = 0
         units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         self._gathered = [each for unit in units for each in _torch.unit_parameters.gathered_of(unit)]
@@ -76,7 +83,8 @@ class WrittenParameters:
             differs = _sums([p for _, p, *_ in self._before]) != self._sums
             names += [name for (name, *_), is_other in zip(self._before, differs.tolist(), strict=True) if is_other]
             is_any = torch.tensor(bool(names), dtype=torch.uint8)
-            dist.all_reduce(is_any, op=dist.ReduceOp.MAX, group=self._group)
+            with self._waiting():
+                dist.all_reduce(is_any, op=dist.ReduceOp.MAX, group=self._group)
             if is_any:
                 found: list[list[str]] = [[]] * self._group.size()
                 dist.all_gather_object(found, names, group=self._group)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_parallel import ConfigurationError, _torch, build_strategy
@@ -198,30 +198,9 @@ def test_keys_and_values_go_round_once(ranks: Any, size: int) -> None:
 # Refusals -----------------------------------------------------------------------------------------------------------
 
 
-class WithDropout(ByteGPT):
-    def __init__(self, optimizer: str = "adamw") -> None:
-        super().__init__(optimizer)
-        width = self.model.norm.weight.numel()
-        layers = (nn.TransformerEncoderLayer(width, 2, 32, dropout=0.25, batch_first=True) for _ in range(2))
-        self.model.blocks = nn.ModuleList(_Causal(layer) for layer in layers)
-
-
-class _Causal(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        return self.layer(x, src_mask=mask, is_causal=True)
-
-
 def refusal(case: str, strategy: str, num_ranks: int) -> str:
     try:
-        if case == "dropout":
-            make_trainer(build_strategy(strategy), num_ranks).fit(WithDropout(), batches("byte_gpt", 1))
-        else:
-            train(case, "adamw", strategy, num_ranks, 1)
+        train(case, "adamw", strategy, num_ranks, 1)
     except ConfigurationError as error:
         return str(error)
     return ""
@@ -230,7 +209,6 @@ def refusal(case: str, strategy: str, num_ranks: int) -> str:
 @pytest.mark.parametrize(
     ("case", "strategy", "words"),
     [
-        ("dropout", f"cp_custom:{RING}", "no dropout of attention weights, but dropout_p is 0.25"),
         ("byte_gpt", f"fsdp_custom:{RING}", "context_attention='ring' is for context > 1, but context=1"),
         ("byte_gpt", "cp_custom:context_attention=tree", "'tree' is not known; possible: ulysses, ring"),
         ("byte_gpt", "cp_custom:context=4", "needs no division of heads with context_attention='ring'"),

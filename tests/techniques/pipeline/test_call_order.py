@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_parallel import ConfigurationError
 from lightning_parallel.module.layer_stacks import find_layers
+from lightning_parallel.module.left_values import LeftValues
 from lightning_parallel.techniques.pipeline.call_order import traced_order
 from lightning_parallel.techniques.pipeline.carried import CarriedResult
 from lightning_parallel.techniques.pipeline.layer_router import apply_layer_router
@@ -46,8 +47,13 @@ class _Reversed(nn.ModuleList):
 
 def order_of(module: Case, counts: tuple[int, ...] = (1, 3)) -> tuple[str, ...] | None:
     structure = find_layers(module)
-    plan = StagePlan(2, (counts[0], len(structure.layers)))
-    router = apply_layer_router([(path, module.get_submodule(path)) for path in structure.layers], plan)
+    plan, left = StagePlan(2, (counts[0], len(structure.layers))), LeftValues(module, structure.layers)
+    router = apply_layer_router(
+        [(path, module.get_submodule(path)) for path in structure.layers],
+        plan,
+        rank=0,
+        left_values=left,
+    )
     return traced_order(module, structure.stacks, router, structure.layers, step=lambda: module.loss(TOKENS))
 
 
@@ -74,7 +80,13 @@ def passing(module: Case, ends: tuple[int, ...]) -> list[int]:
 
 def side_inputs_of(module: Case, ends: tuple[int, ...]) -> SideInputs:
     layers = find_layers(module).layers
-    router = apply_layer_router([(p, module.get_submodule(p)) for p in layers], StagePlan(len(ends), ends))
+    left = LeftValues(module, layers)
+    router = apply_layer_router(
+        [(p, module.get_submodule(p)) for p in layers],
+        StagePlan(len(ends), ends),
+        rank=0,
+        left_values=left,
+    )
     assert trace_positions(module, router, "step", lambda: module.loss(TOKENS)) is not None
     return router.side_inputs
 

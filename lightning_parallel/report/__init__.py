@@ -1,0 +1,1 @@
+"""A run in pictures: its logs as one page of HTML."""
