@@ -140,7 +140,6 @@ class MeshStrategy(MeshedStrategy):
 
     defers_init = True
     _parallel: ParallelModule | None = None
-    _checked_in: int | None = None
     _while_set_up = OpenContexts()  # of no use before `setup`
     tensor_init_context = tensors_on_host
 
@@ -189,7 +188,7 @@ class MeshStrategy(MeshedStrategy):
         super().setup(trainer)
         self._while_set_up = OpenContexts()
         self._while_set_up.enter_context(_torch.random_states.states_of_ranks(self.mesh.devices))
-        self._parallel, self._checked_in = ParallelModule(self, self.mesh), None
+        self._parallel = ParallelModule(self, self.mesh)
         replaces = self._parallel.current.plan.replaces_parameters
         self._while_set_up.enter_context(while_set_up(trainer, self.module, self.mesh, replaces=replaces))
         set_module_device(self.module, self.root_device)
@@ -219,9 +218,7 @@ class MeshStrategy(MeshedStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        if self._checked_in != (epoch := self.module.trainer.current_epoch):  # hooks of its begin may add parameters
-            self._checked_in = epoch
-            self.refuse(added_violations(self.module))
+        self.refuse(added_violations(self.module) if batch_idx == 0 else [])  # by hooks at the begin of an epoch
         self.before_step(TRAINING, (batch, batch_idx))
 
     @override

@@ -1,4 +1,4 @@
-"""Parameters that hooks add or tie when the module is parallel already are refused."""
+"""Parameters that hooks add when the module is parallel already are refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from lightning_parallel import ConfigurationError, FirstStepError, build_strategy
+from lightning_parallel import ConfigurationError, build_strategy
 from tests.data import batches
 from tests.models.cases import VOCABULARY, ByteGPT, next_token_loss
 from tests.names import num_ranks, num_readers
@@ -33,16 +33,11 @@ class AddsHeadLater(AddsHead):
     at_epoch = 1
 
 
-class TiesLate(ByteGPT):
-    def on_fit_start(self) -> None:
-        self.model.head.weight = self.model.tokens.weight
-
-
 def error_of(make: Any, strategy: str) -> str:
     name = strategy.partition(":")[0]
     size = num_ranks(name)
     trainer = make_trainer(build_strategy(strategy), size, max_epochs=2)
-    with pytest.raises((ConfigurationError, FirstStepError)) as caught:
+    with pytest.raises(ConfigurationError) as caught:
         trainer.fit(make(), batches("byte_gpt", num_readers(name, size), 2))
     return str(caught.value)
 
@@ -54,9 +49,3 @@ def test_added_parameters_are_refused(ranks: Any, make: Any, name: str) -> None:
     assert "2 trainable parameters were added when the module was parallel already" in first
     assert "extra.weight, extra.bias" in first
     assert all("rank 0 says why" in other for other in others)
-
-
-@pytest.mark.parametrize("name", ["ddp_custom", "tp_custom"])
-def test_a_tie_of_a_hook_is_named(ranks: Any, name: str) -> None:
-    words = ranks(2).run(error_of, TiesLate, f"{name}:check=first_step")[0]
-    assert "a hook has tied or removed model.head.weight" in words
