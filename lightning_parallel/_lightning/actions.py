@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 WAITING = "[Pipeline]waiting"
-"""What a rank of a pipeline tells: it waits for another one."""
+"""A rank of a pipeline tells by this name that it waits for another one."""
 
 _PHASES = {
     ("[_TrainingEpochLoop", "train_dataloader_next"): "data",

@@ -21,7 +21,7 @@ class Sampler:
 
     def __init__(self, read: Callable[[], list[float]], seconds: float) -> None:
         self.error: BaseException | None = None
-        """What `read` has raised; it is not called again."""
+        """The error that `read` has raised; it is not called again."""
         self._read, self._seconds = read, seconds
         self._rows: deque[list[float]] = deque()
         self._is_over = threading.Event()

@@ -1,4 +1,4 @@
-"""What a process prints, in a file: beside the screen, or in place of it."""
+"""The output of a process in a file: beside the screen, or in place of it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Both:
 
 
 class Screen:
-    """What this process prints, until `close`.
+    """The output of this process, until `close`.
 
     Args:
         path: The file, to which lines are added; its folder is made.

@@ -106,7 +106,7 @@ class LeftValues:
 
 
 class Before:
-    """What containers held before a layer ran.
+    """The contents of containers before a layer ran.
 
     Args:
         containers: Place -> container.
@@ -117,7 +117,7 @@ class Before:
         self._held = {place: _copy(container) for place, container in containers.items()}
 
     def found(self) -> list[LeftValue]:
-        """What has been put there since."""
+        """The values that have been put there since."""
         return [
             LeftValue(place, key, value)
             for place, container in self._containers.items()

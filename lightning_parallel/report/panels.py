@@ -1,4 +1,4 @@
-"""What a page shows of runs: which values are beside each other, and under which heading."""
+"""Panels of a page of runs: the values that are beside each other, and their heading."""
 
 from __future__ import annotations
 

@@ -146,9 +146,8 @@ class ComparedWindow:
             group: The ranks that read different samples; ``None`` for one process.
         """
         self.num_backwards += 1
-        is_one = not isinstance(self._factor, Tensor) or bool((self._factor == 1.0).all())
         for name, gradient in self._pending.items():
-            part = gradient if is_one else gradient * self._factor
+            part = gradient if _is_one(self._factor) else gradient * self._factor
             self._gradients[name] = self._gradients[name] + part if name in self._gradients else part
         self._used |= self._pending.keys()
         self._pending = {}
@@ -174,9 +173,8 @@ class ComparedWindow:
             group: The ranks that read different samples; ``None`` for one process.
         """
         parameters = dict(self.plain.originals.named_parameters())
-        names = [name for name, parameter in self.plain.module.named_parameters() if parameter.requires_grad]
-        self.num_gradients = len(names)
-        if gone := [name for name in names if name not in parameters]:
+        self.num_gradients = sum(parameter.requires_grad for parameter in self.plain.module.parameters())
+        if gone := [name for name, _ in self.plain.module.named_parameters() if name not in parameters]:
             return [f"a hook has tied or removed {first_of(gone)} since the module was made parallel; do it in setup"]
         apart: list[str] = []
         if self.has_hook or any(of_all_ranks(_look_different(self.plain, self._gradients, group, self.tolerance))):
@@ -260,6 +258,10 @@ def _look_different(
     own = {name: each for name, each in plain.originals.named_parameters() if name in trained and _is_here(each)}
     ours = {name: dense(each.grad) for name, each in own.items() if each.grad is not None}
     return bool(unlike(sketches.of(ours, own), expected, _SURE * tolerance.gradient, tolerance.negligible))
+
+
+def _is_one(factor: Tensor | float) -> bool:
+    return bool((torch.as_tensor(factor) == 1.0).all())
 
 
 def _is_here(parameter: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from pathlib import Path
@@ -19,7 +20,6 @@ from lightning_parallel.callbacks import Throughput
 from lightning_parallel.presets import PRESETS
 from tests.data import data_of, loader
 from tests.jobs.meters import Noted
-from tests.matrices.test_product_matrix import CELLS, LAYOUTS
 from tests.models.cases import LENGTH, ByteGPT, LSTMModel
 from tests.names import num_ranks, num_readers
 from tests.parity import checked, trainer_for
@@ -86,13 +86,14 @@ def test_counts_and_flops_of_every_name(ranks: Any, name: str, check: bool) -> N
     assert [len(found["rows"]) > 0 for found in results] == [rank == 0 for rank in range(size)]
 
 
-PRODUCTS = [name for name in LAYOUTS if name not in PRESETS and CELLS["byte_gpt", name] == "runs"]
+TABLE = json.loads((Path(__file__).parents[1] / "matrices" / "product_matrix.json").read_text())
+PRODUCTS = [name for name, cell in TABLE["cells"]["byte_gpt"].items() if name not in PRESETS and cell == "runs"]
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_counts_and_flops_of_products(ranks: Any, name: str) -> None:
     """Of the second matrix: MFU is that of the formula within its digits, and tokens are exact."""
-    size, readers = LAYOUTS[name]["ranks"], LAYOUTS[name]["readers"]
+    size, readers = TABLE["layouts"][name]["ranks"], TABLE["layouts"][name]["readers"]
     for found in ranks(size).run(metered, checked(name), size, readers=readers):
         latest = found["latest"]
         assert latest["throughput/samples"] == 4 * 8

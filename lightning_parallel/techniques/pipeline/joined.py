@@ -36,7 +36,7 @@ class JoinedOutputs:
         self._first_side_input = len(parts[0]) - num_side_inputs
         self._joined: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self.unjoined = ""
-        """What layers have computed that has no dimension of samples, in words, if there is anything."""
+        """The values of layers that have no dimension of samples, in words, if there are any."""
 
     def in_place_of(self, result: Any, path: str) -> Any:
         """Return what the last layer would return for the whole batch.

@@ -1,4 +1,4 @@
-"""What layers leave in one run of a part of a step, elsewhere than in their results: noted, and cleaned up after it."""
+"""Values that layers leave in one run of a part of a step, beside their results: noted, and cleaned up after it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_parallel.techniques.pipeline.turns import DisorderError
 
 
 class RunLeavings:
-    """What layers leave in the run that is going on.
+    """The values that layers leave in the run that is going on.
 
     Args:
         plan: The layers of each stage.

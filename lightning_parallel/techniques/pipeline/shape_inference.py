@@ -36,7 +36,7 @@ class InferredShapes:
         self.is_running = False
         """Whether a layer is run just now."""
         self.left: tuple[Before, list[LeftValue]] | None = None
-        """What the last one has left, which is at its places."""
+        """The values that the last one has left, which are at their places."""
         self.counted: list[str] = []
         """Names of plain values outside of the last one that it has changed."""
         self._left_values, self._leaving = left, set[int]()
