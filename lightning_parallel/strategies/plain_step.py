@@ -125,6 +125,7 @@ class PlainSteps:
         self.module = plain
         self.device = device
         """The device on which both run."""
+        self._group = group
         self._precision: Precision = trainer.precision_plugin
         self.originals = module
         self.draws = False
@@ -274,6 +275,8 @@ class PlainSteps:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(_torch.modes.outside_of_all())
+            if self._group is not None:  # ranks that share samples would each add a summand of what one process has
+                stack.enter_context(_torch.groups.all_ranks_are(self._group))
             try:
                 yield
             finally:
