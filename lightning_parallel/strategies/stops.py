@@ -158,6 +158,17 @@ class StopAgreement:
                     return
             last = max(int(store.get(name)) for name in names)
         self._decide(_Decision(asked, last))
+        self._forget(asked)
+
+    def _forget(self, signum: int) -> None:
+        """Leave out what has asked for `signum` until it was heeded: a job's signal comes to each of its ranks."""
+        others = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                others.append(self._asked.get_nowait())
+        for asked in others:
+            if asked != signum:
+                self._asked.put(asked)
 
     def _decide(self, decision: _Decision | None) -> None:
         with self._has_changed:

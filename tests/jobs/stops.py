@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -39,11 +40,16 @@ class Stop(NamedTuple):
 
 
 class Signals(Callback):
-    """Sends a signal to this process a while after training has begun, wherever it stands."""
+    """Sends a signal to this process, or to several, a while after training has begun, wherever it stands."""
 
-    def __init__(self, after: float, signum: int = signal.SIGTERM) -> None:
-        self._sends = threading.Timer(after, os.kill, (os.getpid(), signum))
+    def __init__(self, after: float, signum: int = signal.SIGTERM, to: Sequence[int] = ()) -> None:
+        self._sends = threading.Timer(after, self._send, (signum, to or [os.getpid()]))
         self._sends.daemon = True
+
+    @staticmethod
+    def _send(signum: int, to: Sequence[int]) -> None:
+        for process in to:
+            os.kill(process, signum)
 
     def on_train_start(self, *args: Any) -> None:
         self._sends.start()

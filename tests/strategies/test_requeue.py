@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_parallel.checkpoint import folder_writer, whole_file
+from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.strategies import stops
 from tests.data import loader
 from tests.jobs.stops import Signals, Slow, module
@@ -56,7 +57,9 @@ def requeued(strategy: str, folder: Path, signalled: list[int]) -> tuple[int, in
         "SLURM_NTASKS_PER_NODE": "2",
     }
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "lm", "PATH": f"{folder}:{os.environ['PATH']}"}
-    signals = [Signals(0.1, signal.SIGUSR1)] if int(rank) in signalled else []
+    processes = of_all_ranks(os.getpid())
+    to = [processes[each] for each in signalled]
+    signals = [Signals(0.1, signal.SIGUSR1, to)] if to and int(rank) == 0 else []
     fitted = Tells()
     with (
         mock.patch.dict(os.environ, {**numbers, **job}),
