@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -15,18 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_parallel import _torch
 from lightning_parallel.callbacks import StepBreakdown, metered_steps
-from lightning_parallel.ranks.mesh import build_host_group
-from lightning_parallel.techniques.pipeline.execution import Execution, training_actions
+from lightning_parallel.techniques.pipeline import execution
+from lightning_parallel.techniques.pipeline.execution import Action, training_actions
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
-from lightning_parallel.techniques.pipeline.stage_buffers import StageBuffers
 from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
 from tests.jobs.meters import Long, Ticks, heard, spend
 from tests.parity import trainer_for
 
 FORWARD, BACKWARD = 2.0, 4.0
 """Seconds of a layer, by a clock that goes on by hand, so that other programs on the machine take nothing from them."""
+SECONDS = {"F": FORWARD, "B": BACKWARD}
 MICROBATCHES, UPDATES = 4, 3
 STEPS = 1 + 2 * UPDATES
 """The first one is left out, and in the second one the module is looked at; the last three are those of the test."""
@@ -45,61 +42,43 @@ class Sleepy(nn.Module):
         return out
 
 
-@contextlib.contextmanager
-def joint_time(name: str) -> Iterator[None]:
-    """Let what a rank receives come when the sender has computed it by its own clock; sending takes no time."""
-    store, group = _torch.groups.connected_store(), build_host_group("cpu")
-    runs, computed = itertools.count(), {"F": Execution._compute, "B": Execution._compute_backward}
-    arrived, run, share = Execution._arrived, Execution.run, StageBuffers.share
-    number = [0]
+@dataclass
+class Arriving:
+    """A transfer with the time at which it was sent; waiting for it goes on to that time, if it is not yet over."""
 
-    def telling(kind: str) -> Any:
-        def compute(self: Execution, stage: int, microbatch: int, **kwargs: Any) -> None:
-            computed[kind](self, stage, microbatch, **kwargs)
-            store.set(f"{name}/{number[0]}/{kind}/{stage}/{microbatch}", str(Ticks.now))
+    works: list[Any]
+    sent: Tensor | None = None
+    kept: Tensor | None = None
 
-        return compute
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
 
-    def counting(self: Execution, actions: Any) -> None:
-        number[0] = next(runs)
-        run(self, actions)
-
-    def arriving(self: Execution, kind: str, stage: int, microbatch: int) -> Any:
-        with self._waiting():
-            sender = stage - 1 if kind == "F" else stage + 1
-            spend(max(0.0, float(store.get(f"{name}/{number[0]}/{kind}/{sender}/{microbatch}")) - Ticks.now))
-        return arrived(self, kind, stage, microbatch)
-
-    def ending(self: StageBuffers) -> None:
-        now: list[float] = [0.0] * dist.get_world_size()
-        dist.all_gather_object(now, Ticks.now, group=group)
-        spend(max(now) - Ticks.now)
-        share(self)
-
-    with contextlib.ExitStack() as stack:
-        for owner, name, new in (
-            (Execution, "_compute", telling("F")),
-            (Execution, "_compute_backward", telling("B")),
-            (Execution, "_arrived", arriving),
-            (Execution, "run", counting),
-            (StageBuffers, "share", ending),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, new))
-        yield
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        if self.sent is not None:
+            spend(max(0.0, self.sent.item() - Ticks.now))
 
 
-class Joint(L.Callback):
-    """Begins with it when the ranks are connected."""
+class JointTime:
+    """Transfers in which each message tells by the sender's clock when it was sent; they take no time themselves.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    The time comes with the message, in the same order, so that nothing depends on which rank is faster on this machine.
+    """
 
-    def setup(self, *args: Any, **kwargs: Any) -> None:
-        self.time = joint_time(self.name)  # the store is that of all tests with these ranks
-        self.time.__enter__()
+    @staticmethod
+    def isend(tensor: Tensor, **kwargs: Any) -> Arriving:
+        sent = torch.tensor([Ticks.now], dtype=torch.float64)
+        return Arriving([dist.isend(sent, **kwargs), dist.isend(tensor, **kwargs)], kept=sent)
 
-    def teardown(self, *args: Any, **kwargs: Any) -> None:
-        self.time.__exit__(None, None, None)
+    @staticmethod
+    def irecv(tensor: Tensor, **kwargs: Any) -> Arriving:
+        sent = torch.zeros(1, dtype=torch.float64)
+        return Arriving([dist.irecv(sent, **kwargs), dist.irecv(tensor, **kwargs)], sent)
+
+    @classmethod
+    def recv(cls, tensor: Tensor, **kwargs: Any) -> None:
+        cls.irecv(tensor, **kwargs).wait()
 
 
 class Stack(L.LightningModule):
@@ -121,57 +100,60 @@ def measured(schedule: str, num_layers: int) -> tuple[float, float, list[str]]:
     stages = 1 if num_layers == 2 else 2
     strategy = f"pp_custom:schedule={schedule},virtual_stages={stages},microbatches={MICROBATCHES}"
     meter = StepBreakdown(every=UPDATES)
-    with heard() as said, mock.patch.object(metered_steps, "build_clock", return_value=Ticks()):
-        trainer = trainer_for(strategy, 2, callbacks=[Joint(schedule), meter], max_steps=STEPS, max_epochs=-1)
+    clock = mock.patch.object(metered_steps, "build_clock", return_value=Ticks())
+    with heard() as said, clock, mock.patch.object(execution, "dist", JointTime):
+        trainer = trainer_for(strategy, 2, callbacks=[meter], max_steps=STEPS, max_epochs=-1)
         trainer.fit(Stack(num_layers), DataLoader(torch.randn(STEPS * MICROBATCHES, 4), batch_size=MICROBATCHES))
     latest = meter.latest
     waiting, working = latest["breakdown/bubble"], latest["breakdown/forward_backward"]
     return waiting / (waiting + working), latest["breakdown/step_seconds"], [each for each in said if "bubble" in each]
 
 
-def counted(schedule: str, num_layers: int) -> tuple[float, float]:
-    """The same by hand: each rank takes its actions in order, and each as soon as what it needs is there."""
+def counted(schedule: str, num_layers: int, *, announces: bool = True) -> tuple[float, float]:
+    """The same by hand: each rank takes its actions in order, and each as soon as what it needs is there.
+
+    A stage's first receive waits until the sender has computed, as it asks for shapes (`announces`); no other one does.
+    """
     policy = PipelinePolicy(schedule=schedule, virtual_stages=num_layers // 2)
     plan = StagePlan(2, tuple(range(1, num_layers + 1)))
-    orders = [[a for a in training_actions(policy, plan, MICROBATCHES, r) if a.kind in "FB"] for r in range(2)]
+    orders = [list(training_actions(policy, plan, MICROBATCHES, rank)) for rank in range(2)]
     done: dict[Any, float] = {}
-    ends, places = [0.0, 0.0], [0, 0]
-    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+    ends = [0.0, 0.0]
+    while any(orders):
         for rank, order in enumerate(orders):
-            if places[rank] == len(order):
-                continue
-            action = order[places[rank]]
-            stage, part = action.stage, action.microbatch
-            needs = [("F", stage - 1, part)] if action.kind == "F" and stage else []
-            if action.kind == "B":
-                needs = [("F", stage, part), *([("B", stage + 1, part)] if stage < plan.last else [])]
+            needs = _needs(order[0], plan.last, announces=announces) if order else [None]
             if all(each in done for each in needs):
-                begin = max([ends[rank], *(done[each] for each in needs)])
-                ends[rank] = begin + (FORWARD if action.kind == "F" else BACKWARD)
-                done[action.kind, stage, part] = ends[rank]
-                places[rank] += 1
+                action = order.pop(0)
+                ends[rank] = max([ends[rank], *(done[each] for each in needs)]) + SECONDS.get(action.kind, 0.0)
+                done[action.kind, action.stage, action.microbatch] = ends[rank]
     work = MICROBATCHES * num_layers * (FORWARD + BACKWARD)
     return 1 - work / (2 * max(ends)), max(ends)
 
 
-@pytest.mark.parametrize(("schedule", "num_layers", "ideal"), [("gpipe", 2, 1 / 5), ("1f1b", 2, 1 / 5)])
-def test_the_count_by_hand(schedule: str, num_layers: int, ideal: float) -> None:
-    """(P - 1) / (M + P - 1), as Huang et al. 2019 and Narayanan et al. 2021 have it."""
-    assert counted(schedule, num_layers)[0] == pytest.approx(ideal)
-    assert counted("interleaved", 4)[0] == pytest.approx(1 / 9)  # (P - 1) / (V M + P - 1)
-
-
-_NOT_FOUND = "0.143 and 0.163 were read in two runs in place of 0.2; whether test or meter is wrong is not known"
+def _needs(action: Action, last: int, *, announces: bool) -> list[Any]:
+    """What has to be computed before `action` can begin."""
+    stage, part = action.stage, action.microbatch
+    if action.kind == "F":
+        return [("F", stage - 1, part)] if stage else []
+    if action.kind == "B":
+        return [("F", stage, part), *([("B", stage + 1, part)] if stage < last else [])]
+    return [("F", stage - 1, 0)] if action.kind == "RECV_F" and announces else []
 
 
 @pytest.mark.parametrize(
-    ("schedule", "num_layers"),
-    [
-        ("gpipe", 2),
-        pytest.param("1f1b", 2, marks=pytest.mark.xfail(reason=_NOT_FOUND, strict=False)),
-        ("interleaved", 4),
-    ],
+    ("schedule", "num_layers", "ideal"), [("gpipe", 2, 1 / 5), ("1f1b", 2, 1 / 5), ("interleaved", 4, 1 / 9)]
 )
+def test_the_count_by_hand(schedule: str, num_layers: int, ideal: float) -> None:
+    """(P - 1) / (V M + P - 1), as Huang et al. 2019 and Narayanan et al. 2021 have it."""
+    assert counted(schedule, num_layers, announces=False)[0] == pytest.approx(ideal)
+    # With several stages a rank, rank 0 posts the receive for its second one before its second forward, and waits for
+    # the shapes until rank 1 has computed the first: one forward more. 8 (F + B) = 48 of 54 seconds are 48 of 56.
+    share, seconds = counted(schedule, num_layers)
+    assert share == pytest.approx(1 / 7 if schedule == "interleaved" else ideal)
+    assert seconds == (56 if schedule == "interleaved" else 30)
+
+
+@pytest.mark.parametrize(("schedule", "num_layers"), [("gpipe", 2), ("1f1b", 2), ("interleaved", 4)])
 def test_idle_time_of_stages(ranks: Any, schedule: str, num_layers: int) -> None:
     share, seconds = counted(schedule, num_layers)
     results = ranks(2).run(measured, schedule, num_layers)
