@@ -1,4 +1,4 @@
-"""Collectives of a user's step over all ranks: where some share samples, a sum counts these twice, and the first step says so."""
+"""Collectives of a step over all ranks: where some share samples, a sum counts these twice, and the first step says so."""
 
 from __future__ import annotations
 
