@@ -1,4 +1,4 @@
-"""Collectives of a step over all ranks: where some share samples, a sum counts these twice, and the first step says so."""
+"""Collectives of a step over all ranks: sums count twice what ranks share, and the first step says so."""
 
 from __future__ import annotations
 
