@@ -134,5 +134,6 @@ class Numbers:
         Counters of writes do not say which: kernels of BatchNorm write without counting.
         """
         for tensor, copy in self._copies:
-            if tensor.device != copy.device or not torch.equal(tensor, copy):
+            is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device == copy.device
+            if not is_plain or not torch.equal(tensor, copy):  # shards are not compared: that would be a collective
                 tensor.copy_(copy)

@@ -42,6 +42,10 @@ class JointUpdates:
     def __init__(self) -> None:
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
+    def __reduce__(self) -> tuple[type[JointUpdates], tuple[()]]:
+        # A copy of a strategy, in another process or for another fit, has optimizers of its own.
+        return type(self), ()
+
     @contextlib.contextmanager
     def watched(self, optimizer: Optimizer, closure: Callable[[], Any], refusal: str) -> Iterator[Callable[[], Any]]:
         """Inside this context, an update of `optimizer` is refused that takes several parameters together.
