@@ -24,13 +24,25 @@ def put(partial: Path, path: Path) -> None:
     Raises:
         OSError: If that is impossible; then `path` is what it was before.
     """
-    if not os.path.lexists(path) or not (partial.is_dir() or _is_own_folder(path)):
-        partial.replace(path)
-    elif _exchange(partial, path):
-        remove(partial)
-    else:
-        _put_by_renames(partial, path)
+    if not _replace(partial, path):
+        if _exchange(partial, path):
+            remove(partial)
+        else:
+            _put_by_renames(partial, path)
     sync_folder(path.parent)
+
+
+def _replace(partial: Path, path: Path) -> bool:
+    """Rename over `path`; ``False`` where a folder is in the way, maybe of a writer who has just put it there."""
+    if os.path.lexists(path) and (partial.is_dir() or _is_own_folder(path)):
+        return False
+    try:
+        partial.replace(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR):
+            raise
+        return False
+    return True
 
 
 def _put_by_renames(partial: Path, path: Path) -> None:
