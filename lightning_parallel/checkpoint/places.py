@@ -13,6 +13,8 @@ from pathlib import Path
 _AT_CWD, _EXCHANGE = -100, 2
 """Arguments of Linux's renameat2: paths from the working directory, and that the two change places."""
 
+_OTHER_FORM = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
+
 
 def put(partial: Path, path: Path) -> None:
     """Give a file or folder the name under which it is read. What has that name, of either kind, is there until then.
@@ -33,13 +35,14 @@ def put(partial: Path, path: Path) -> None:
 
 
 def _replace(partial: Path, path: Path) -> bool:
-    """Rename over `path`; ``False`` where a folder is in the way, maybe of a writer who has just put it there."""
-    if os.path.lexists(path) and (partial.is_dir() or _is_own_folder(path)):
-        return False
+    """Rename over `path`; ``False`` if a folder is in the way, or what is there is none and a folder replaces it.
+
+    No look beforehand would do: another writer may put something there in between.
+    """
     try:
         partial.replace(path)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR):
+        if error.errno not in _OTHER_FORM:
             raise
         return False
     return True

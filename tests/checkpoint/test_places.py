@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
@@ -75,15 +74,6 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     check_place(tmp_path / "mine", is_checkpoint=True)
     (tmp_path / "empty").mkdir()
     check_place(tmp_path / "empty", is_checkpoint=False)
-
-
-def test_a_writer_who_was_faster_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make(tmp_path / "last.ckpt", "folder")
-    make(tmp_path / ".x.partial", "folder", "new")
-    with monkeypatch.context() as patched:  # the other one comes behind this look
-        patched.setattr(os.path, "lexists", lambda path: False)
-        put(tmp_path / ".x.partial", tmp_path / "last.ckpt")
-    assert text_of(tmp_path / "last.ckpt") == "new"
 
 
 def test_writers_beside_each_other(tmp_path: Path) -> None:
