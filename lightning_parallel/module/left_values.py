@@ -247,7 +247,8 @@ def _is_plain(value: Any) -> bool:
 def _of_module(path: str, module: nn.Module) -> Iterator[tuple[Place, Any]]:
     attributes = vars(module)
     yield (path,), attributes
-    yield (path, _BUFFER), attributes["_buffers"]
+    if isinstance(attributes["_buffers"], dict):  # TorchScript's modules have another table
+        yield (path, _BUFFER), attributes["_buffers"]
     for name, value in attributes.items():
         if name not in _TABLES:
             yield from _inside((path, name), value)
