@@ -291,8 +291,9 @@ class TurnSteps(Steps):
         assert cut.turns is not None
         self._turns = cut.turns
         num_ranks = cut.group.size()
-        of_layers = {n: owners for n, owners in cut.owners_by_name.items() if len(owners.ranks) < num_ranks}
-        self._stage_buffers = StageBuffers(module, of_layers, cut.host_group)
+        everywhere = {n for n, owners in cut.owners_by_name.items() if len(owners.ranks) == num_ranks}
+        is_shared = lambda name: name not in everywhere and self._turns.is_in_layer(name)  # noqa: E731
+        self._stage_buffers = StageBuffers(module, cut, is_shared=is_shared)
         named = list(module.named_parameters())
         self._sharers = GradientsOfSharers([p for name, p in named if cut.turns.is_in_layer(name)])
         self._outside = [p for name, p in named if not cut.turns.is_in_layer(name)]

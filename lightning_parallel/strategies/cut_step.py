@@ -81,7 +81,7 @@ class CutStep:
         """The module's own method."""
         self.step = refusing_meetings(self.own, lambda: module.trainer.strategy, cut.group)
         self.name, self._module, self._cut, self._steps, self._device = name, module, cut, steps, device
-        self._buffers = StageBuffers(module, cut.owners_by_name, cut.host_group)
+        self._buffers = StageBuffers(module, cut)
         self._waiting = functools.partial(_waiting, module)
         self._parameters = WrittenParameters(module, cut.host_group, self._waiting)
         self._last = cut.plan.stages.last
@@ -124,7 +124,7 @@ class CutStep:
                 return self.run_stack(part, own, batch.args)
             if stage != self._last:
                 # Every stage begins with the step, and what it logs and counts before the stack; the last one ends it.
-                with metrics.dropped(), self._once(batch), _noting_samples(batch, state):
+                with metrics.dropped(), _once(self._module, self._cut, batch), _noting_samples(batch, state):
                     return self.run_stage(part, own, batch.args)
             with counted(own, microbatch):
                 output = self._run_part(part, own_seed, logs.of(microbatch), own, batch.args)
@@ -150,10 +150,6 @@ class CutStep:
         with self._parameters.checked():
             self.execution(forward, join if batch.joins else None).run(actions)
         return self._share(outputs, logs, metrics, batch.part_size, losses, state)
-
-    def _once(self, batch: CutBatch) -> contextlib.AbstractContextManager[None]:
-        """Leave no trace outside of the layers, where that of the last stage on the whole batch is the step's."""
-        return _without_trace(self._module, self._cut.router.has) if batch.joins else contextlib.nullcontext()
 
     def joined(self, passed: list[Passed]) -> JoinedOutputs:
         """Join what the last stage has computed for each microbatch."""
@@ -246,15 +242,18 @@ class CutStep:
         """The output of the whole batch, logs, and what it has written, on all ranks. A collective of the pipeline."""
         with self._waiting():
             self._buffers.share()
-        own = message = None
+        own, message, trainer = None, None, self._module.trainer
         if outputs:
             in_order = [outputs[number] for number in sorted(outputs)]
             own = merge_outputs(in_order if losses is None else losses.reweighted(in_order), part_size)
             weights = losses.message() if losses is not None else None
             news = {} if state is None else state.news()
-            message = tree_map_only(Tensor, Tensor.cpu, own), logs.collected(), metrics.updated(), weights, news
+            of_logs = logs.collected(), metrics.updated()
+            message = tree_map_only(Tensor, Tensor.cpu, own), of_logs, weights, news, trainer.should_stop
         with self._waiting():
-            output, records, updated, weights, news = broadcast_object(message, self._last_rank, self._cut.host_group)
+            message = broadcast_object(message, self._last_rank, self._cut.host_group)
+        output, (records, updated), weights, news, stops = message
+        trainer.should_stop = trainer.should_stop or stops  # what the step sets behind its layers
         if losses is not None:
             losses.follow(weights, self._device)
         if not outputs:
@@ -268,6 +267,11 @@ class CutStep:
 def _waiting(module: Any) -> contextlib.AbstractContextManager[Any]:
     """Tell the profiler that this rank waits for others."""
     return module.trainer.profiler.profile(_lightning.actions.WAITING)  # type: ignore[no-any-return]
+
+
+def _once(module: nn.Module, cut: CutStack, batch: CutBatch) -> contextlib.AbstractContextManager[None]:
+    """Leave no trace outside of the layers, where that of the last stage on the whole batch is the step's."""
+    return _without_trace(module, cut.router.has) if batch.joins else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

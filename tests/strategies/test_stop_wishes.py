@@ -39,7 +39,9 @@ class Stops(ByteGPT):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.stop("step", batch_idx)
-        return super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        self.stop("loss", batch_idx)
+        return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.stop("batch", batch_idx)
@@ -54,11 +56,11 @@ class Stops(ByteGPT):
 
 
 def trained(
-    strategy: str, num_ranks: int, place: str, batch: int, ranks: tuple[int, ...], **kwargs: Any
+    strategy: str, num_ranks: int, place: str, batch: int, ranks: tuple[int, ...], readers: int = 0, **kwargs: Any
 ) -> tuple[int, int, int, dict[str, Tensor]]:
     """Updates, epochs, validations and weights."""
     L.seed_everything(3, verbose=False)
-    readers = num_readers(strategy, num_ranks) if num_ranks > 1 else 1
+    readers = readers or (num_readers(strategy.partition(":")[0], num_ranks) if num_ranks > 1 else 1)
     trainer = trainer_for(strategy, num_ranks, max_epochs=3, **kwargs)
     module = Stops(place, batch, ranks)
     trainer.fit(module, loader(readers), loader(readers, 2))
@@ -98,6 +100,19 @@ def test_one_rank_stops_at_the_end_of_an_epoch(name: str, place: str, ranks: Any
 def test_all_ranks_stop_where_they_say(name: str, kwargs: dict[str, Any], ranks: Any) -> None:
     found = ranks(2).run(trained, name, 2, "batch", 2, (0, 1), **kwargs, deadline=60)
     assert_equal(found, alone("batch", 2, **kwargs))
+
+
+@pytest.mark.parametrize("name", [*NAMES, "tp_custom", "cp_custom", "pp_custom:schedule=turns", "pp_custom:loss=batch"])
+@pytest.mark.parametrize("place", ["step", "loss"])
+def test_all_ranks_stop_in_a_step(name: str, place: str, ranks: Any) -> None:
+    """Behind the loss, too, where a pipeline has its last stage only."""
+    found = ranks(2).run(trained, name, 2, place, 1, (0, 1), deadline=60)
+    assert_equal(found, alone(place, 1))
+
+
+@pytest.mark.parametrize(("name", "readers"), [("fsdp_custom:pipeline=2", 2), ("tp_custom:tensor=2,pipeline=2", 1)])
+def test_stages_stop_in_a_step(name: str, readers: int, ranks: Any) -> None:
+    assert_equal(ranks(4).run(trained, name, 4, "loss", 1, (0, 1, 2, 3), readers, deadline=60), alone("loss", 1))
 
 
 def stopped_early(strategy: str, num_ranks: int) -> int:

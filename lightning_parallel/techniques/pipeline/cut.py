@@ -43,6 +43,18 @@ class CutStack:
         """The part of `structure` on this rank."""
         return self.plan.local(structure, self.group.rank())
 
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """Ranks of the pipeline that hold a parameter, buffer or attribute; none for one that is new outside of layers.
+
+        Args:
+            name: Its name, which a hook may have added since the cut.
+        """
+        if name in self.owners_by_name:
+            return tuple(self.owners_by_name[name].ranks)
+        stages = self.plan.stages
+        inside = [at for at, path in enumerate(self.plan.placement.layers) if name.startswith(f"{path}.")]
+        return tuple(dict.fromkeys(stages.rank_of(stages.stage_at(at)) for at in inside))
+
     def release(self, module: nn.Module, device: torch.device) -> None:
         """Replace parameters of other stages by placeholders, in place.
 

@@ -1,43 +1,54 @@
-"""Buffers that a stage of a pipeline writes in a step, on all stages after it: hooks read them as in one process."""
+"""Buffers that a stage of a pipeline writes in a step, on all stages after it: hooks read them as in one process.
+
+Hooks may register them when the stages are there already, and layers may keep plain tensors in the same way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from lightning_parallel.module.placeholders import is_placeholder
-from lightning_parallel.ranks.stage_owners import StageOwners
+from lightning_parallel.techniques.pipeline.cut import CutStack
 
 
 class StageBuffers:
-    """Gives buffers that stages write in a step to the other stages.
+    """Gives buffers that stages write in a step to the other stages, and tensors in attributes of layers.
 
     Args:
         module: The module, of which each stage has all buffers.
-        owners_by_name: Name of a parameter or buffer -> the stages that hold it.
-        host_group: The ranks of the pipeline, for host memory.
+        cut: The stack, with the stages that hold its layers.
+        is_shared: Whether a buffer of that name is to be the same on all stages.
 
     Example:
-        >>> buffers = StageBuffers(module, owners_by_name, host_group)
+        >>> buffers = StageBuffers(module, cut)
         >>> buffers.note()
         >>> ...  # a step
         >>> buffers.share()
     """
 
-    def __init__(self, module: nn.Module, owners_by_name: Mapping[str, StageOwners], host_group: ProcessGroup) -> None:
-        self._module, self._host_group = module, host_group
-        names = [name for name, _ in module.named_buffers(remove_duplicate=False)]
-        self._owners = {name: owners_by_name[name] for name in names if name in owners_by_name}
+    def __init__(
+        self,
+        module: nn.Module,
+        cut: CutStack,
+        *,
+        is_shared: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        self._module, self._cut, self._is_shared = module, cut, is_shared
         self._before: dict[str, tuple[Tensor, int]] = {}
+        self._attributes: list[tuple[str, nn.Module, str]] = []
+        self._num_steps = 0
+        self._is_needed = False
 
     def note(self) -> None:
         """Note the buffers before a step."""
-        self._before = {name: (buffer, _version(buffer)) for name, buffer in self._buffers().items()}
+        if self._is_due:
+            self._attributes = list(_attributes(self._module, self._cut.plan.placement.layers))
+        self._before = {name: (tensor, _version(tensor)) for name, tensor in self._tensors()}
 
     @torch.no_grad()
     def share(self) -> None:
@@ -45,41 +56,76 @@ class StageBuffers:
 
         Of several stages that have written one, the owner's is taken.
         """
-        if not self._owners:
+        is_due, self._num_steps = self._is_due, self._num_steps + 1
+        if not is_due and not self._is_needed:
             return
-        written = {
-            name: buffer.detach().cpu().clone()
-            for name, buffer in self._buffers().items()
-            if not is_placeholder(buffer)
-            and (name not in self._before or not _is_unwritten(buffer, *self._before[name]))
-        }
-        is_any = torch.tensor(len(written))
-        dist.all_reduce(is_any, op=dist.ReduceOp.MAX, group=self._host_group)
+        written = {name: buffer.detach().cpu().clone() for name, buffer in self._written()}
+        # Layers keep tensors on their own stage only, so stages agree on whether there is anything to look at.
+        flags = torch.tensor([bool(written), bool(self._before) or bool(written)], dtype=torch.uint8)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._cut.host_group)
+        is_any, self._is_needed = map(bool, flags.tolist())
         if not is_any:
             return
-        found: list[dict[str, Tensor]] = [{}] * self._host_group.size()
-        dist.all_gather_object(found, written, group=self._host_group)
+        found: list[dict[str, Tensor]] = [{}] * self._cut.host_group.size()
+        dist.all_gather_object(found, written, group=self._cut.host_group)
         for name in dict.fromkeys(name for of_stage in found for name in of_stage):
             writers = [rank for rank, of_stage in enumerate(found) if name in of_stage]
             # Where a buffer is used is a guess from the order of registration: it may be another stage that writes it.
-            owners = [rank for rank in self._owners[name].ranks if rank in writers]
+            owners = [rank for rank in self._cut.ranks_of(name) if rank in writers]
             source = (owners or writers[::-1])[0]
-            if source != self._host_group.rank():
+            if source != self._cut.host_group.rank():
                 self._set(name, found[source][name])
 
-    def _buffers(self) -> dict[str, Tensor]:
-        named = self._module.named_buffers(remove_duplicate=False)
-        return {name: buffer for name, buffer in named if name in self._owners}
+    @property
+    def _is_due(self) -> bool:
+        """Whether this step is one of the first, or of a few later ones, in which all is looked for anew."""
+        return self._num_steps < 2 or self._num_steps & (self._num_steps - 1) == 0
+
+    def _written(self) -> Iterator[tuple[str, Tensor]]:
+        for name, buffer in self._buffers():
+            before = self._before.get(name)
+            if not is_placeholder(buffer) and (before is None or not _is_unwritten(buffer, *before)):
+                yield name, buffer
+        # A tensor that replaces another one is that of a microbatch, as a rule: only what is written into counts here.
+        for name, tensor in self._plain_tensors():
+            before = self._before.get(name)
+            if before is not None and tensor is before[0] and not _is_unwritten(tensor, *before):
+                yield name, tensor
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._buffers()
+        yield from self._plain_tensors()
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for name, buffer in self._module.named_buffers(remove_duplicate=False):
+            if self._is_shared(name):
+                yield name, buffer
+
+    def _plain_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for path, module, attribute in self._attributes:
+            value = vars(module).get(attribute)
+            if isinstance(value, Tensor) and not is_placeholder(value) and not value.requires_grad:
+                yield f"{path}.{attribute}", value
 
     def _set(self, name: str, value: Tensor) -> None:
         path, _, attribute = name.rpartition(".")
-        table: dict[str, Any] = self._module.get_submodule(path)._buffers
+        module = self._module.get_submodule(path)
+        table: dict[str, Any] = vars(module) if attribute in vars(module) else module._buffers
         own = table.get(attribute)
         if own is None or is_placeholder(own) or own.shape != value.shape or own.dtype != value.dtype:
             device = value.device if own is None else own.device
             table[attribute] = value.to(device, copy=True)
         else:
             own.copy_(value)
+
+
+def _attributes(module: nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, nn.Module, str]]:
+    """Tensors that modules in layers have in attributes: path, module and name."""
+    for layer in layers:
+        for path, child in module.get_submodule(layer).named_modules(prefix=layer):
+            for name, value in vars(child).items():
+                if isinstance(value, Tensor):
+                    yield path, child, name
 
 
 def _version(buffer: Tensor) -> int:
