@@ -1,8 +1,7 @@
 """Placeholders: tensors with a shape and no memory, in place of what another pipeline stage holds or computes.
 
-A stage runs all of the user's step, though only a part of it belongs to the stage. Parameters of other stages are
-placeholders there, and any result computed with a placeholder is a placeholder too, without memory or arithmetic. So a
-stage cannot use a value of another stage by mistake: it may use exactly the tensors that are not placeholders.
+A stage runs all of the user's step, with placeholders for parameters of other stages, and any result computed with one
+is one, too, without memory or arithmetic. So no stage can use a value of another one by mistake.
 """
 
 from __future__ import annotations
@@ -27,16 +26,19 @@ class PlaceholderReadError(ConfigurationError):
     """Refusal of a step that reads the value of a placeholder."""
 
 
+class PlaceholderWriteError(PlaceholderReadError):
+    """Refusal of code that writes what another stage computes or holds into a tensor that has memory."""
+
+
 @dataclass(frozen=True)
 class Watch:
     """Callbacks for operations on placeholders.
 
     Args:
-        stage: Returns the number of the stage that computes at this point of the step.
+        stage: Returns the stage that computes at this point of the step.
         touch: Called with the name of each parameter that an operation takes.
         refuse: Called with a placeholder that an operation takes though another stage computes it.
-        is_at_end: Returns whether no stage follows at this point of the step, which is only looked at: an operation may
-            write into a real tensor, which gets no values.
+        is_at_end: Returns whether no stage follows at this point: an operation may write into a real tensor.
     """
 
     stage: Callable[[], int]
@@ -98,7 +100,7 @@ class Placeholder(Tensor):
         # Writing a placeholder into a real tensor would leave memory that nobody filled.
         is_written = func._schema.is_mutable and _has_real(args[0] if name.endswith("_") else _outs_of(func, kwargs))
         if is_written and (watch is None or not watch.is_at_end()):
-            raise PlaceholderReadError([_written(sources, held_by)])
+            raise PlaceholderWriteError([_written(sources, held_by)])
         if torch.Tag.nondeterministic_seeded in func.tags and asking(__name__) == "hook":
             func(*tree_map(_to_zeros, args), **tree_map(_to_zeros, kwargs))
         if kwargs.get("device") is not None:
@@ -166,7 +168,9 @@ class Placeholder(Tensor):
             return None
         if asking(__name__) != "hook" and not is_asked_by_user(__name__):
             return None
-        return Placeholder(self.meta, self.device, self.sources, held_by=self.held_by)
+        return Placeholder(
+            self.meta, self.device, frozenset(map(_OF_GRADIENT.format, self.sources)), held_by=self.held_by
+        )
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -316,10 +320,11 @@ def _read(read: str, sources: frozenset[str], held_by: frozenset[int]) -> str:
 
 
 def _written(sources: frozenset[str], held_by: frozenset[int]) -> str:
+    are_gradients = all(source.startswith(_OF_GRADIENT[:-2]) for source in sources)
+    advice = _IN_STEP if asking(__name__) != "hook" else _IN_HOOK if are_gradients else _AVERAGES
     return (
-        f"the code {at(line_of_user())} writes what {_holder(held_by)} computes or holds (with "
-        f"{_named(sources)}) into a tensor of this rank. To clip gradients, give the Trainer gradient_clip_val, or "
-        "call self.clip_gradients where the module optimizes manually; in a step, schedule='turns' or pipeline=1"
+        f"the code {at(line_of_user())} writes what {_holder(held_by)} computes or holds (with {_named(sources)}) into "
+        f"a tensor of this rank, and its values are not here. {advice}; else give pipeline=1"
     )
 
 
@@ -331,3 +336,15 @@ def _named(sources: frozenset[str]) -> str:
 def _holder(ranks: frozenset[int]) -> str:
     numbers = " and ".join(map(str, sorted(ranks)))
     return f"another pipeline stage (pipeline rank {numbers})" if numbers else "another pipeline stage"
+
+
+_OF_GRADIENT = "the gradient of {}"
+_IN_STEP = "Let a layer do so, or give schedule='turns'"
+_IN_HOOK = (
+    "To clip gradients, give the Trainer gradient_clip_val, or call self.clip_gradients where the module optimizes "
+    "manually; the callback GradientNorm logs the norm of all gradients"
+)
+_AVERAGES = (
+    "For averages of weights, take the callback ExponentialMovingAverage, or keep them in a dict by name, made in "
+    "on_train_start: each stage then has its own"
+)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from lightning_parallel.ranks.mesh import AXES
 class _Steps:
     depth: int = 0
     number: int = 0
+    is_updating: bool = False
 
 
 _steps = _Steps()
@@ -41,9 +43,34 @@ def step_noted() -> Iterator[None]:
         _steps.depth -= 1
 
 
+@contextlib.contextmanager
+def update_noted(closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """Inside this context, an optimizer of the user's computes, but for what it calls for gradients.
+
+    Args:
+        closure: What it calls for them, with clipping and hooks.
+
+    Returns:
+        `closure`, outside of the context.
+    """
+
+    def outside() -> Any:
+        _steps.is_updating = False
+        try:
+            return closure()
+        finally:
+            _steps.is_updating = True
+
+    _steps.is_updating = True
+    try:
+        yield outside
+    finally:
+        _steps.is_updating = False
+
+
 def is_in_step() -> bool:
-    """Whether a step of a module runs."""
-    return _steps.depth > 0
+    """Whether a step of a module runs, or the code of an optimizer of the user's."""
+    return _steps.depth > 0 or _steps.is_updating
 
 
 class StepReads:

@@ -15,6 +15,7 @@ from torch.optim import Adafactor, Muon, Optimizer, SparseAdam
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError, line_of_user
+from lightning_parallel.ranks.step_reads import update_noted
 from lightning_parallel.techniques.local_update import is_elementwise
 
 _BY_PARAMETER = frozenset({Adafactor, Muon, SparseAdam})
@@ -47,13 +48,17 @@ class JointUpdates:
         return type(self), ()
 
     @contextlib.contextmanager
-    def watched(self, optimizer: Optimizer, closure: Callable[[], Any], refusal: str) -> Iterator[Callable[[], Any]]:
+    def watched(
+        self, optimizer: Optimizer, closure: Callable[[], Any], refusal: str, *, is_split: bool = False
+    ) -> Iterator[Callable[[], Any]]:
         """Inside this context, an update of `optimizer` is refused that takes several parameters together.
 
         Args:
             optimizer: The user's.
             closure: What it calls for gradients, which may mix parameters as it likes.
             refusal: `UNDER_ZERO` or `UNDER_PIPELINE`; "" where each rank updates all parameters.
+            is_split: Whether only some parameters are split, which torch refuses to let meet the others: such an update
+                computes with whole values, as steps and hooks do.
 
         Returns:
             `closure`, outside of the look.
@@ -61,7 +66,12 @@ class JointUpdates:
         Raises:
             ConfigurationError: In the middle of the update, before such an operation.
         """
-        if not refusal or optimizer in self._known or is_elementwise(optimizer) or type(optimizer) in _BY_PARAMETER:
+        is_known = is_elementwise(optimizer) or type(optimizer) in _BY_PARAMETER
+        if is_split and not refusal and not is_known:
+            with update_noted(closure) as closure:
+                yield closure
+            return
+        if not refusal or optimizer in self._known or is_known:
             yield closure
             return
         name = type(optimizer).__name__

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -15,13 +16,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_parallel import _torch
 from lightning_parallel.errors import check
 from lightning_parallel.parallelize import Parallelized
+from lightning_parallel.ranks.lock_step import said_by_all
 from lightning_parallel.ranks.random_streams import seed_of_part, unchanged_generators
 from lightning_parallel.steps import PipelinedSteps
 from lightning_parallel.strategies.cut_step import CutBatch, CutStep
 from lightning_parallel.strategies.loss_choice import LossChoice
 from lightning_parallel.strategies.step_logs import StepLogs
 from lightning_parallel.techniques.gathering import gather_while_running
-from lightning_parallel.techniques.pipeline.call_order import traced_order
+from lightning_parallel.techniques.pipeline.call_order import called_layers
 from lightning_parallel.techniques.pipeline.cut import CutStack
 from lightning_parallel.techniques.pipeline.early_draws import EarlyDraws
 from lightning_parallel.techniques.pipeline.execution import evaluation_actions, training_actions
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
 TRAINING = "training_step"
 _TIMES = "the time of layers"
+_ORDER = "the order of stacks"
 _ALONE = "the order of layers in {}"
 _DRAWS = "random numbers before the stack of {}"
 
@@ -98,9 +101,8 @@ class PipelinedModule:
         self._cut_steps: dict[str, CutStep] = {}
 
     def _forget_batches(self) -> None:
-        plan = self._cut.plan
         self._choice = LossChoice(self._module, self._cut, self._all_ranks, self._device, self._steps)
-        self._counts = MicrobatchCounts(plan.policy, plan.stages.num_ranks, self._same_stage)
+        self._counts = MicrobatchCounts(self._cut.plan.policy, self._cut.plan.stages.num_ranks, self._same_stage)
 
     def attach(self, names: Sequence[str], looked_at: set[str] | None = None) -> None:
         """Replace the step methods `names`; those in `looked_at` were traced before and need no second trace."""
@@ -179,9 +181,12 @@ class PipelinedModule:
 
     def _better_placement(self, name: str, part: Any, args: Any) -> Placement | None:
         """The placement that the first trace of the step shows, if the module has to be cut again. A collective."""
-        if not self._looked_at and len(self._stacks) > 1:
+        # Training decides: a stack that it does not call may be that of averages, which validation alone calls.
+        if _ORDER not in self._looked_at and len(self._stacks) > 1 and (name == TRAINING or not self._looked_at):
             layers = self._called_layers(name, part, args)
+            self._looked_at |= {_ORDER} if name == TRAINING else set()
             if layers != self._cut.plan.placement.layers:
+                self._looked_at &= {_ORDER}  # other steps are looked at again, by what is cut then
                 return placed_by_registration(self._module, layers)
         if name not in self._looked_at:
             self._looked_at.add(name)
@@ -207,17 +212,15 @@ class PipelinedModule:
     def _called_layers(self, name: str, part: Any, args: Any) -> tuple[str, ...]:
         """The layers of all stacks in the order in which the step calls them; the present order if it shows none."""
         router, layers = self._cut.router, self._cut.plan.placement.layers
+        step, drops = (lambda: self._traced_step(name, part, args)), name == TRAINING
         with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention():
-            step = functools.partial(self._traced_step, name, part, args)
-            try:
-                return traced_order(self._module, self._stacks, router, layers, step=step) or layers
-            except DisorderError as error:
-                self._disorders[name] = str(error)
-                return layers
+            order, why = called_layers(self._module, self._stacks, router, layers, step=step, drops_uncalled=drops)
+        self._disorders[name] = why
+        return order if len(set(said_by_all(crc32(repr(order).encode()), self._all_ranks))) == 1 else layers
 
     def _misplaced(self, name: str, part: Any, args: Any) -> Placement | None:
         """Where parameters are used, unless each stage has what it uses already."""
-        is_first = len(self._looked_at) == 1
+        is_first = len(self._looked_at - {_ORDER}) == 1
         router, draws = self._cut.router, EarlyDraws(self._cut.router, self._module)
         traced, disorder = None, self._disorders.pop(name, "")
         with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention(), draws:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.models.cases import VOCABULARY, ByteGPT, next_token_loss
+from tests.models.cases import VOCABULARY, Block, ByteGPT, next_token_loss
 
 
 class WithSpectralNorm(ByteGPT):
@@ -18,6 +20,37 @@ class WithSpectralNorm(ByteGPT):
     def __init__(self) -> None:
         super().__init__()
         self.model.head = spectral_norm(self.model.head)
+
+
+class WithSpectralNorms(ByteGPT):
+    """The same in each layer, or before the layers."""
+
+    def __init__(self, *, in_layers: bool = True) -> None:
+        super().__init__()
+        for block in self.model.blocks if in_layers else ():
+            block.mlp[0] = spectral_norm(block.mlp[0])
+        if not in_layers:
+            self.model.tokens = spectral_norm(self.model.tokens)
+
+
+class WithPeaks(ByteGPT):
+    """Layers that keep the largest activation that they have had, and divide by it."""
+
+    class Layer(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("peak", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            result = super().forward(x)
+            if self.training:
+                with torch.no_grad():
+                    self.peak.copy_(torch.maximum(0.9 * self.peak, result.abs().max()))
+            return result / self.peak
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks = nn.ModuleList(self.Layer() for _ in range(4))
 
 
 class CountsSteps(ByteGPT):
@@ -201,8 +234,11 @@ class WithGradientPenalty(ByteGPT):
         return super().loss(tokens) + 1e-3 * gradient.square().mean()
 
 
-KEEPING: dict[str, type[nn.Module]] = {
+KEEPING: dict[str, Callable[[], Any]] = {
     "spectral norm": WithSpectralNorm,
+    "spectral norms of layers": WithSpectralNorms,
+    "spectral norm before the layers": functools.partial(WithSpectralNorms, in_layers=False),
+    "peaks": WithPeaks,
     "steps": CountsSteps,
     "samples": CountsSamples,
     "table": CountsInATable,

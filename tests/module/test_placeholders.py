@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_parallel.module import placeholders
 from lightning_parallel.module.placeholders import PlaceholderReadError, is_placeholder, placeholder_like
 
 WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
@@ -24,6 +26,27 @@ def test_writes_into_real_tensors_are_refused(kind: str) -> None:
     with pytest.raises(PlaceholderReadError, match=r"writes what .* \(with head.weight\) into a tensor of this rank"):
         WRITES[kind](own, placeholder_like(torch.ones(2, 3), "head.weight"))
     assert own.sum() == 0
+
+
+AVERAGED = "For averages of weights, take the callback ExponentialMovingAverage"
+CLIPPED = "To clip gradients, give the Trainer gradient_clip_val"
+
+
+@pytest.mark.parametrize(
+    ("place", "source", "advice"),
+    [
+        ("hook", "head.weight", AVERAGED),
+        ("hook", "the gradient of head.weight", CLIPPED),
+        ("", "head.weight", "Let a layer do so, or give schedule='turns'"),
+    ],
+)
+def test_the_advice_is_for_what_is_written(place: str, source: str, advice: str) -> None:
+    """Weights into an average, gradients of a norm, or what a step computes."""
+    with (
+        mock.patch.object(placeholders, "asking", return_value=place),
+        pytest.raises(PlaceholderReadError, match=f"of this rank, and its values are not here. {advice}"),
+    ):
+        torch.zeros(2, 3).add_(placeholder_like(torch.ones(2, 3), source))
 
 
 @pytest.mark.parametrize("call", ["retain_grad", "register_hook"])

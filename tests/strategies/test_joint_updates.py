@@ -72,9 +72,24 @@ class Own(SGD):
 MAKERS: dict[str, Any] = {
     "sharpness": Sharpness,
     "read": ReadSharpness,
+    "together": lambda parameters: Together(parameters, lr=0.3),
     "trusting": lambda parameters: Trusting(parameters, lr=0.1),
     "own": lambda parameters: Own(parameters, lr=0.1, momentum=0.9, nesterov=True),
 }
+
+
+class Together(SGD):
+    """All gradients in one vector, whose norm bounds the update."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            norm = torch.cat([p.grad.flatten() for p in group["params"] if p.grad is not None]).norm()
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-float(group["lr"] / (1 + norm)))
+        return loss
 
 
 def trained(maker: str, strategy: str, num_ranks: int, readers: int) -> Outcome:
@@ -119,6 +134,11 @@ def test_joint_updates_are_refused(ranks: Any, maker: str, strategy: str, reader
         ("own", "pp_custom", 1),
         ("sharpness", "ddp_custom", 2),
         ("sharpness", "fsdp_custom", 2),
+        ("sharpness", "tp_custom", 1),
+        ("read", "tp_custom", 1),
+        ("together", "tp_custom", 1),
+        ("trusting", "tp_custom", 1),
+        ("own", "tp_custom", 1),
     ],
 )
 def test_updates_of_single_parameters_and_of_all_of_them_run(
@@ -126,3 +146,9 @@ def test_updates_of_single_parameters_and_of_all_of_them_run(
 ) -> None:
     expected = once(trained, maker, "auto", 1, 1)
     assert worst(ranks(2).run(trained, maker, strategy, 2, readers)[0], expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("maker", ["sharpness", "together"])
+def test_updates_of_all_parameters_run_where_they_are_split_and_sharded(ranks: Any, maker: str) -> None:
+    expected = once(trained, maker, "auto", 1, 1)
+    assert worst(ranks(4).run(trained, maker, "fsdp_tp_custom", 4, 2)[0], expected) < TOLERANCE

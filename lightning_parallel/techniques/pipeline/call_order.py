@@ -15,8 +15,40 @@ from lightning_parallel.techniques.pipeline.shape_inference import unchanged
 from lightning_parallel.techniques.pipeline.turns import DisorderError
 
 
+def called_layers(
+    module: nn.Module,
+    stacks: Sequence[Stack],
+    router: LayerRouter,
+    layers: tuple[str, ...],
+    *,
+    step: Callable[[], Any],
+    drops_uncalled: bool,
+) -> tuple[tuple[str, ...], str]:
+    """Find the layers that are to be cut, in order, and why no schedule fits the step; "" where one may.
+
+    Args:
+        module: The whole module.
+        stacks: Its stacks.
+        router: The router of its layers.
+        layers: The paths of the layers, in the order of the router, which stays where the step shows none.
+        step: The user's step on a microbatch.
+        drops_uncalled: Whether stacks that it does not call at all are no part of what is cut.
+    """
+    try:
+        order = traced_order(module, stacks, router, layers, step=step, drops_uncalled=drops_uncalled)
+        return order or layers, ""
+    except DisorderError as error:
+        return layers, str(error)
+
+
 def traced_order(
-    module: nn.Module, stacks: Sequence[Stack], router: LayerRouter, layers: Sequence[str], *, step: Callable[[], Any]
+    module: nn.Module,
+    stacks: Sequence[Stack],
+    router: LayerRouter,
+    layers: Sequence[str],
+    *,
+    step: Callable[[], Any],
+    drops_uncalled: bool = True,
 ) -> tuple[str, ...] | None:
     """Find the order in which a step calls its layers, by running it on placeholders; its changes are undone.
 
@@ -26,13 +58,15 @@ def traced_order(
         router: The router of its layers.
         layers: The paths of the layers, in the order of the router.
         step: The user's step on a microbatch.
+        drops_uncalled: Whether stacks that it does not call at all are no part of what is cut.
 
     Returns:
-        The paths of the layers in the order of calls; ``None`` where the step shows none: it fails on placeholders, or
-        calls no layer, or those of a stack in another order than that of the stack.
+        The paths of the layers in the order of calls, without those of stacks that it does not call at all; ``None``
+        where the step shows none: it fails on placeholders, or calls no layer, or those of a stack in another order
+        than that of the stack.
 
     Raises:
-        DisorderError: For a step that does not call each layer of some stacks once.
+        DisorderError: For a step that calls some layers of a stack, not each of them once.
     """
     has_ended = False
     # Why a step fails here, its trace will say.
@@ -41,12 +75,15 @@ def traced_order(
         has_ended = True
     order = tuple(layers[index] for index in calls)
     counts = Counter(order)
-    right = [stack for stack in stacks if all(counts[layer] == stack.layers.count(layer) for layer in stack.layers)]
-    if len(right) < len(stacks):
+    # What a step that ends does not call, such as a copy of averages, is no part of what is cut.
+    drops = has_ended and drops_uncalled
+    called = [stack for stack in stacks if not drops or any(counts[layer] for layer in stack.layers)]
+    right = [stack for stack in called if all(counts[layer] == stack.layers.count(layer) for layer in stack.layers)]
+    if len(right) < len(called) or not right:
         if has_ended and right:
-            raise DisorderError([_advice(stacks, right)])
+            raise DisorderError([_advice(called, right)])
         return None
-    places = [[order.index(layer) for layer in stack.layers] for stack in stacks]
+    places = [[order.index(layer) for layer in stack.layers] for stack in called]
     return order if all(own == sorted(own) for own in places) else None
 
 

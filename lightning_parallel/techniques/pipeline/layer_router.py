@@ -28,7 +28,7 @@ from lightning_parallel.techniques.pipeline.carried import CarriedResults
 from lightning_parallel.techniques.pipeline.joined import JoinedOutputs
 from lightning_parallel.techniques.pipeline.layer_checkpoints import LayerCheckpoints
 from lightning_parallel.techniques.pipeline.routing_refusals import ended_early, out_of_order
-from lightning_parallel.techniques.pipeline.run_leavings import RunLeavings
+from lightning_parallel.techniques.pipeline.run_leavings import RunLeavings, refusing_writes
 from lightning_parallel.techniques.pipeline.shape_inference import InferredShapes, collecting_hooks
 from lightning_parallel.techniques.pipeline.side_inputs import SideInputs, Traced
 from lightning_parallel.techniques.pipeline.stage_plan import BEFORE_THE_STACK, StagePlan
@@ -183,8 +183,7 @@ class LayerRouter:
         return self._inferred.is_running
 
     def place(self, places: Sequence[int]) -> int:
-        """The number of the layer that is called now, of the `places` at which it stands in the stack."""
-        # A layer that stands at several places is the next one, if one of these is next.
+        """The number of the layer that is called now, of the `places` at which it stands: the next, if it is there."""
         if self._order is not None:
             return next((place for place in places if place not in self._order), places[0])
         return self.position + 1 if self.position + 1 in places else places[0]
@@ -272,7 +271,8 @@ class LayerRouter:
     def _hand_on(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Infer the layer's result, as placeholders; that of the last one may be known from the microbatches."""
         path, is_tried = self._paths[index], self._part.stage is None
-        result = self._inferred.result(index, layer, forward, args, kwargs, path=path, is_on_placeholders=is_tried)
+        with refusing_writes(path, is_tried=is_tried):
+            result = self._inferred.result(index, layer, forward, args, kwargs, path=path, is_on_placeholders=is_tried)
         self._left.note_inferred(index, self._inferred, is_tried=is_tried)
         if self._part.joined is not None and index == self.plan.num_layers - 1:
             result = self._part.joined.in_place_of(result, path)

@@ -20,13 +20,19 @@ from torch import Tensor, nn
 
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.module.layer_stacks import first_names
-from lightning_parallel.module.placeholders import PlaceholderReadError, placeholder_parameter
+from lightning_parallel.module.placeholders import (
+    PlaceholderReadError,
+    PlaceholderWriteError,
+    placeholder_parameter,
+)
 from lightning_parallel.ranks.stage_owners import StageOwners
 from lightning_parallel.techniques.pipeline.layer_router import LayerRouter, StageExit
+from lightning_parallel.techniques.pipeline.routing_refusals import writing
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
 from lightning_parallel.techniques.pipeline.side_inputs import Traced
 from lightning_parallel.techniques.pipeline.stage_plan import BEFORE_THE_STACK, StagePlan, StepCosts, balanced
+from lightning_parallel.techniques.pipeline.turns import DisorderError
 
 Positions = dict[str, frozenset[int]]
 """Name of a parameter or buffer -> where in a step it is used (see `BEFORE_THE_STACK`)."""
@@ -236,6 +242,8 @@ def _reading_ends_it(router: LayerRouter) -> Iterator[None]:
         if is_refused or router.position < router.plan.num_layers - 1:
             # Torch's words for `torch.autograd.grad` of a placeholder, which has no graph.
             check([_GRADIENTS] if "require grad" in str(error) else [])
+            if isinstance(error, PlaceholderWriteError):
+                raise DisorderError([writing("the step")]) from error
             raise
         raise _ReadError from None
 

@@ -90,3 +90,15 @@ def counting(path: str, name: str) -> str:
         f"{path}, or a hook in it, changes {name}, which is outside of the layer, and would do so for each microbatch; "
         "give schedule='turns' or pipeline=1"
     )
+
+
+def writing(where: str) -> str:
+    """Say that code before the end of the last layer keeps what it computes.
+
+    Args:
+        where: The path of the layer, or the step.
+    """
+    return (
+        f"{where} writes what it computes into a tensor that was there before, as a spectral norm or a running maximum "
+        "does, and would do so for each microbatch; give schedule='turns' or pipeline=1"
+    )

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.module.left_values import Before, LeftValue, LeftValues
-from lightning_parallel.module.placeholders import placeholders_in
+from lightning_parallel.module.placeholders import PlaceholderWriteError, placeholders_in
 from lightning_parallel.techniques.pipeline.carried import CarriedResults
-from lightning_parallel.techniques.pipeline.routing_refusals import counting
+from lightning_parallel.techniques.pipeline.routing_refusals import counting, writing
 from lightning_parallel.techniques.pipeline.shape_inference import InferredShapes
 from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
 from lightning_parallel.techniques.pipeline.turns import DisorderError
+
+
+@contextlib.contextmanager
+def refusing_writes(path: str, *, is_tried: bool) -> Iterator[None]:
+    """Inside this context, a layer that keeps what it computes fits no schedule.
+
+    Args:
+        path: The path of the layer, which runs on placeholders.
+        is_tried: Whether the run only looks at the step.
+    """
+    try:
+        yield
+    except PlaceholderWriteError as error:
+        raise (DisorderError([writing(path)]) if is_tried else error) from error
 
 
 class RunLeavings:

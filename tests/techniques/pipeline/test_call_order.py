@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -71,6 +72,18 @@ def test_a_stack_in_another_order_is_none() -> None:
 def test_the_stacks_that_can_be_cut_are_named() -> None:
     with pytest.raises(ConfigurationError, match=r"each layer of high once.* give layers=low, which leaves high whole"):
         order_of(CalledTwice())
+
+
+class WithTeacher(Towers):
+    """A copy of a stack that no step calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.of_images)
+
+
+def test_a_stack_that_is_not_called_is_not_in_the_order() -> None:
+    assert order_of(WithTeacher(), (2, 6)) == order_of(Towers())
 
 
 def passing(module: Case, ends: tuple[int, ...]) -> list[int]:

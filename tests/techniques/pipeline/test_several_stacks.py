@@ -11,11 +11,24 @@ import pytest
 import torch
 from lightning import seed_everything
 
-from lightning_parallel import ConfigurationError, build_strategy
-from lightning_parallel.strategies import failures
+from lightning_parallel import ConfigurationError, build_strategy, full_state_dict
+from lightning_parallel.strategies import failures, pipelined_module
 from tests.data import batches
+from tests.models.pipelined import Deep
 from tests.models.several_stacks import SEVERAL_STACKS, CalledTwice, SkippingLater, SkippingMore, Towers
-from tests.parity import Outcome, assert_same_training, checked, is_moving, make_trainer, once, train_module
+from tests.parity import (
+    TOLERANCE,
+    Outcome,
+    Recorder,
+    assert_same_training,
+    checked,
+    is_moving,
+    make_trainer,
+    once,
+    train_module,
+    trainer_for,
+    worst,
+)
 from tests.rank_pool import RankError
 
 MODULES = {**SEVERAL_STACKS, "more": SkippingMore, "later": SkippingLater, "called_twice": CalledTwice}
@@ -100,6 +113,53 @@ def predicted(strategy: str, num_ranks: int) -> dict[str, torch.Tensor]:
     trainer = make_trainer(strategy if strategy == "auto" else build_strategy(strategy), num_ranks)
     (found,) = trainer.predict(Towers("sgd"), batches("byte_gpt", 1, 1))
     return found
+
+
+class WithTeacher(Deep):
+    """A copy of a whole module that training does not call, and validation may."""
+
+    is_asked = False
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.teacher = Deep(optimizer).requires_grad_(False)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.teacher.loss(*batch) if self.is_asked else self.loss(*batch)
+        self.log("val_loss", loss, sync_dist=True)
+
+
+class AsksTeacher(WithTeacher):
+    """In validation, also before training."""
+
+    is_asked = True
+
+
+def beside_teacher(make: Any, strategy: str, num_ranks: int, readers: int) -> tuple[Outcome, float, str]:
+    """The outcome, the loss of validation, and what was said of the schedule."""
+    said: list[str] = []
+    seed_everything(3, verbose=False)
+    module, recorder = make(), Recorder()
+    options: dict[str, Any] = {"callbacks": [recorder], "num_sanity_val_steps": 1, "max_epochs": 2}
+    trainer = trainer_for(strategy, num_ranks, **options)
+    with mock.patch.object(pipelined_module, "rank_zero_info", said.append):
+        trainer.fit(module, batches("byte_gpt", readers, FEW), batches("byte_gpt", readers, FEW))
+    recorder.outcome.final = full_state_dict(trainer)
+    return recorder.outcome, float(trainer.callback_metrics["val_loss"]), " ".join(said)
+
+
+@pytest.mark.parametrize("make", [WithTeacher, AsksTeacher])
+@pytest.mark.parametrize(
+    ("strategy", "size", "readers"),
+    [("pp_custom", 2, 1), ("fsdp_custom:pipeline=2", 4, 2), ("tp_custom:tensor=2,pipeline=2", 4, 1)],
+)
+def test_a_stack_that_training_does_not_call(ranks: Any, make: Any, strategy: str, size: int, readers: int) -> None:
+    """Nobody takes turns for it."""
+    expected, value, _ = once(beside_teacher, make, "auto", 1, 1)
+    found, own_value, said = ranks(size).run(beside_teacher, make, strategy, size, readers)[0]
+    assert worst(found, expected) < TOLERANCE
+    assert own_value == pytest.approx(value, abs=TOLERANCE)
+    assert "take turns" not in said
 
 
 @pytest.mark.parametrize("options", ["stages=[2,3]", "stages=[4,1],loss=microbatch"])
