@@ -321,7 +321,7 @@ def _read(read: str, sources: frozenset[str], held_by: frozenset[int]) -> str:
 
 def _written(sources: frozenset[str], held_by: frozenset[int]) -> str:
     are_gradients = all(source.startswith(_OF_GRADIENT[:-2]) for source in sources)
-    advice = _IN_STEP if asking(__name__) != "hook" else _IN_HOOK if are_gradients else _AVERAGES
+    advice = _OF_NORMS if are_gradients else _AVERAGES if asking(__name__) == "hook" else _IN_STEP
     return (
         f"the code {at(line_of_user())} writes what {_holder(held_by)} computes or holds (with {_named(sources)}) into "
         f"a tensor of this rank, and its values are not here. {advice}; else give pipeline=1"
@@ -340,7 +340,7 @@ def _holder(ranks: frozenset[int]) -> str:
 
 _OF_GRADIENT = "the gradient of {}"
 _IN_STEP = "Let a layer do so, or give schedule='turns'"
-_IN_HOOK = (
+_OF_NORMS = (
     "To clip gradients, give the Trainer gradient_clip_val, or call self.clip_gradients where the module optimizes "
     "manually; the callback GradientNorm logs the norm of all gradients"
 )

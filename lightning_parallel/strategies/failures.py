@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.strategies.neighbours import Neighbours
+from lightning_parallel.strategies.stillness import LONG_ENOUGH, Stillness
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy
@@ -24,13 +25,16 @@ if TYPE_CHECKING:
 POLL = 1.0
 """Seconds between two looks for errors of other ranks."""
 GRACE = 30.0
-"""Seconds in which a rank may notice by itself that another one has failed, before its process ends."""
+"""Seconds in which a rank that computes or saves may notice by itself that another one has failed, before its process
+ends; one that stands still has `stillness.LONG_ENOUGH`."""
 GRACE_OF_DEAD = 10.0
 """Seconds in which a rank may notice by itself that the process of another one is gone. Launchers kill after 30."""
 _READ = 5.0
 """Seconds that rank 0, which keeps the store, waits for others to read why it ends."""
 _OF_DEATH = 1.0
 """Seconds in which a process ends whose connections are closed: the system does so first."""
+_LOOK = 0.5
+"""Seconds between two looks whether a rank stands still."""
 _SHORTEST = 0.001
 _LONGEST = 500
 _NOTED = "_lightning_parallel_first_failure"
@@ -90,7 +94,7 @@ class FailureWatch:
         self._store, self._first, self._num_said = _torch.groups.connected_store(), None, 0
         self._neighbours = Neighbours(self._store, self.key, self._rank, self._size)
         self._is_over = threading.Event()
-        watched = self._store, self._is_over
+        watched = self._store, self._is_over, threading.get_ident()
         self._thread = threading.Thread(target=self._watch, args=watched, daemon=True, name="rank-failures")
         self._thread.start()
 
@@ -217,13 +221,17 @@ class FailureWatch:
         while store.add(f"{self.key}/read", 0) < count and time.monotonic() < end:
             time.sleep(0.05)
 
-    def _watch(self, store: dist.Store, is_over: threading.Event) -> None:
+    def _watch(self, store: dist.Store, is_over: threading.Event, main: int) -> None:
         with _store_may_be_gone():
             while not is_over.wait(POLL):
                 num_dead = self._note_dead()
                 if store.check([self.key]):
                     first = self._read(store, store.get(self.key))
-                    if not is_over.wait(GRACE_OF_DEAD if num_dead else GRACE):
+                    end, stillness = time.monotonic() + (GRACE_OF_DEAD if num_dead else GRACE), Stillness(main)
+                    while time.monotonic() < end and not stillness.has_lasted(LONG_ENOUGH):
+                        if is_over.wait(min(_LOOK, GRACE_OF_DEAD, GRACE)):
+                            return
+                    if not is_over.is_set():
                         _end(f"{first}. Rank {self._rank} waits for it in vain, and ends.")
                     return
 

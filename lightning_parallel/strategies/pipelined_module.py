@@ -21,7 +21,7 @@ from lightning_parallel.ranks.random_streams import seed_of_part, unchanged_gene
 from lightning_parallel.steps import PipelinedSteps
 from lightning_parallel.strategies.cut_step import CutBatch, CutStep
 from lightning_parallel.strategies.loss_choice import LossChoice
-from lightning_parallel.strategies.step_logs import StepLogs
+from lightning_parallel.strategies.step_logs import StepLogs, logs_of_trace
 from lightning_parallel.techniques.gathering import gather_while_running
 from lightning_parallel.techniques.pipeline.call_order import called_layers
 from lightning_parallel.techniques.pipeline.cut import CutStack
@@ -214,16 +214,18 @@ class PipelinedModule:
         router, layers = self._cut.router, self._cut.plan.placement.layers
         step, drops = (lambda: self._traced_step(name, part, args)), name == TRAINING
         with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention():
-            order, why = called_layers(self._module, self._stacks, router, layers, step=step, drops_uncalled=drops)
-        self._disorders[name] = why
+            order, self._disorders[name] = called_layers(
+                self._module, self._stacks, router, layers, step=step, drops=drops
+            )
         return order if len(set(said_by_all(crc32(repr(order).encode()), self._all_ranks))) == 1 else layers
 
     def _misplaced(self, name: str, part: Any, args: Any) -> Placement | None:
         """Where parameters are used, unless each stage has what it uses already."""
         is_first = len(self._looked_at - {_ORDER}) == 1
-        router, draws = self._cut.router, EarlyDraws(self._cut.router, self._module)
+        router, module = self._cut.router, self._module
+        draws, logs = EarlyDraws(router, module), logs_of_trace(module, router)
         traced, disorder = None, self._disorders.pop(name, "")
-        with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention(), draws:
+        with unchanged_generators(self._device), logs, _torch.attention.slow_attention(), draws:
             try:
                 if not disorder:
                     traced = trace_positions(self._module, router, name, lambda: self._traced_step(name, part, args))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.errors import ConfigurationError, line_of_user
 from lightning_parallel.module.placeholders import Placeholder, placeholders_in
+from lightning_parallel.techniques.pipeline.layer_router import LayerRouter
+from lightning_parallel.techniques.pipeline.turns import DisorderError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -51,10 +53,16 @@ class StepLogs:
         self._pending: list[_Call] = []
 
     @contextmanager
-    def of(self, microbatch: int) -> Iterator[None]:
-        """Record calls of ``self.log`` instead of logging them; a stage that leaves the step early has only some."""
+    def of(self, microbatch: int, look: Callable[[str, Any], None] = lambda name, value: None) -> Iterator[None]:
+        """Record calls of ``self.log`` instead of logging them; a stage that leaves the step early has only some.
+
+        Args:
+            microbatch: The microbatch.
+            look: Called with the name and the value of each.
+        """
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            look(name, value)
             value = value.detach() if isinstance(value, Tensor) else value
             self._calls.append(_Call(microbatch, name, value, args, kwargs))
 
@@ -120,6 +128,25 @@ class StepLogs:
         return _MetricRef(path)
 
 
+def logs_of_trace(module: LightningModule, router: LayerRouter) -> AbstractContextManager[None]:
+    """Inside this context, a step that only runs on placeholders is refused if it logs what the last stage lacks.
+
+    Args:
+        module: The module.
+        router: The router of its layers.
+    """
+
+    def look(name: str, value: Any) -> None:
+        is_last = router.plan.stage_at(router.position) == router.plan.last
+        if is_last or not placeholders_in(value):
+            return
+        if router.is_in_layer:
+            raise ConfigurationError([_IN_LAYER.format(name, line_of_user())])
+        raise DisorderError([_BEFORE_THE_END.format(name, line_of_user())])
+
+    return StepLogs(module).of(0, look)
+
+
 def _combination(call: _Call) -> str:
     """The way in which values of microbatches become one: as Lightning combines those of several batches."""
     position = 6  # of reduce_fx, behind name and value
@@ -133,3 +160,13 @@ def _combination(call: _Call) -> str:
             ]
         )
     return _COMBINED[name.lower()]
+
+
+_IN_LAYER = (
+    "self.log({!r}) at {} is called in a layer, or a hook in it, that one pipeline stage runs, and the last one logs; "
+    "keep the value in an attribute of the layer, and log that behind the last layer, or give pipeline=1"
+)
+_BEFORE_THE_END = (
+    "self.log({!r}) at {} takes what another pipeline stage than the last one computes, before the last layer; log it "
+    "behind that, or give schedule='turns' or pipeline=1"
+)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lightning_parallel.strategies import failures
 from lightning_parallel.strategies.neighbours import Neighbours
+from lightning_parallel.strategies.stillness import Stillness
 from tests.data import loader
 from tests.models.pipelined import DeepTied
 from tests.names import num_readers
@@ -65,6 +66,54 @@ def test_a_rank_that_waits_in_vain_ends(name: str, where: str, ranks: Any) -> No
     assert time.monotonic() - began < 60  # a collective waits for 30 minutes
     assert "rank 1 raised ValueError: planted. Rank 0 waits for it in vain, and ends." in str(caught.value)
     assert "rank 0 died with exit code 1" in str(caught.value)
+
+
+def fit_with_grace(strategy: str) -> None:
+    """Rank 1 raises behind its loss, and rank 0 waits for its gradient."""
+    trainer_for(strategy, 2).fit(Fails({1: "planted"}, "step"), loader(num_readers(strategy, 2)))
+
+
+def test_a_rank_that_stands_still_ends_before_its_grace_is_over(ranks: Any) -> None:
+    pool = ranks(2)
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 raised ValueError: planted. Rank 0 waits for it in vain|exit code 1"):
+        pool.run(fit_with_grace, "pp_custom")
+    assert time.monotonic() - began < failures.GRACE - 5
+
+
+def moves(seconds: float, *, computes: bool = False, saves: bool = False) -> bool:
+    """Whether a thread counts as one that stands still, while it waits, computes, or waits in a save."""
+    is_over, began = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        began.set()
+        while computes and not is_over.is_set():
+            torch.eye(200).inverse()
+        is_over.wait()
+
+    def save_checkpoint() -> None:
+        wait()
+
+    thread = threading.Thread(target=save_checkpoint if saves else wait)
+    thread.start()
+    began.wait()
+    assert thread.ident is not None
+    stillness, end = Stillness(thread.ident), time.monotonic() + 4 * seconds
+    try:
+        while time.monotonic() < end:
+            if stillness.has_lasted(seconds):
+                return False
+            time.sleep(seconds / 5)
+        return True
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_who_computes_or_saves_does_not_stand_still() -> None:
+    assert not moves(1.0)
+    assert moves(1.0, computes=True)
+    assert moves(1.0, saves=True)
 
 
 def test_the_later_error_names_the_first(ranks: Any) -> None:

@@ -22,7 +22,7 @@ def called_layers(
     layers: tuple[str, ...],
     *,
     step: Callable[[], Any],
-    drops_uncalled: bool,
+    drops: bool,
 ) -> tuple[tuple[str, ...], str]:
     """Find the layers that are to be cut, in order, and why no schedule fits the step; "" where one may.
 
@@ -32,10 +32,10 @@ def called_layers(
         router: The router of its layers.
         layers: The paths of the layers, in the order of the router, which stays where the step shows none.
         step: The user's step on a microbatch.
-        drops_uncalled: Whether stacks that it does not call at all are no part of what is cut.
+        drops: Whether stacks that it does not call at all are no part of what is cut.
     """
     try:
-        order = traced_order(module, stacks, router, layers, step=step, drops_uncalled=drops_uncalled)
+        order = traced_order(module, stacks, router, layers, step=step, drops=drops)
         return order or layers, ""
     except DisorderError as error:
         return layers, str(error)
@@ -48,7 +48,7 @@ def traced_order(
     layers: Sequence[str],
     *,
     step: Callable[[], Any],
-    drops_uncalled: bool = True,
+    drops: bool = True,
 ) -> tuple[str, ...] | None:
     """Find the order in which a step calls its layers, by running it on placeholders; its changes are undone.
 
@@ -58,7 +58,7 @@ def traced_order(
         router: The router of its layers.
         layers: The paths of the layers, in the order of the router.
         step: The user's step on a microbatch.
-        drops_uncalled: Whether stacks that it does not call at all are no part of what is cut.
+        drops: Whether stacks that it does not call at all are no part of what is cut.
 
     Returns:
         The paths of the layers in the order of calls, without those of stacks that it does not call at all; ``None``
@@ -76,8 +76,7 @@ def traced_order(
     order = tuple(layers[index] for index in calls)
     counts = Counter(order)
     # What a step that ends does not call, such as a copy of averages, is no part of what is cut.
-    drops = has_ended and drops_uncalled
-    called = [stack for stack in stacks if not drops or any(counts[layer] for layer in stack.layers)]
+    called = [stack for stack in stacks if not (has_ended and drops) or any(counts[layer] for layer in stack.layers)]
     right = [stack for stack in called if all(counts[layer] == stack.layers.count(layer) for layer in stack.layers)]
     if len(right) < len(called) or not right:
         if has_ended and right:
