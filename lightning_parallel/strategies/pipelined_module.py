@@ -211,12 +211,10 @@ class PipelinedModule:
 
     def _called_layers(self, name: str, part: Any, args: Any) -> tuple[str, ...]:
         """The layers of all stacks in the order in which the step calls them; the present order if it shows none."""
-        router, layers = self._cut.router, self._cut.plan.placement.layers
+        stacks, router, layers = self._stacks, self._cut.router, self._cut.plan.placement.layers
         step, drops = (lambda: self._traced_step(name, part, args)), name == TRAINING
         with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention():
-            order, self._disorders[name] = called_layers(
-                self._module, self._stacks, router, layers, step=step, drops=drops
-            )
+            order, self._disorders[name] = called_layers(self._module, stacks, router, layers, step=step, drops=drops)
         return order if len(set(said_by_all(crc32(repr(order).encode()), self._all_ranks))) == 1 else layers
 
     def _misplaced(self, name: str, part: Any, args: Any) -> Placement | None:
