@@ -47,6 +47,18 @@ class ClippedByTorch(Habit):
         self.seen.append(float(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
 
 
+class GradientData(Habit):
+    """Gradients that are given other memory, as by methods that add an average of earlier ones."""
+
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            p.grad.data = p.grad.data * 0.5  # type: ignore[union-attr]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            p.grad.data = p.grad.data + 0.1 * p.detach()  # type: ignore[union-attr]
+
+
 class ClippedByValue(Habit):
     """By torch's function, of gradients of which a strategy may split some."""
 

@@ -54,6 +54,7 @@ EQUAL: dict[Any, tuple[str, ...]] = {
     habits.LoadingIntoPart: NAMES,
     habits.AssigningData: NAMES,
     habits.ClippedByTorch: ("ddp_custom", "fsdp_custom", "tp_custom", "cp_custom"),
+    habits.GradientData: NAMES,
     habits.ClippedByValue: ("fsdp_custom", "tp_custom"),
     habits.Unique: ("fsdp_custom", "tp_custom"),
     habits.Copying: ("ddp_custom",),
