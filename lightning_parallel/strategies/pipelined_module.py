@@ -32,6 +32,7 @@ from lightning_parallel.techniques.pipeline.microbatches import (
     MicrobatchCounts,
     batch_size_of,
     cut_batch,
+    with_own_containers,
 )
 from lightning_parallel.techniques.pipeline.placement import (
     Placement,
@@ -252,7 +253,7 @@ class PipelinedModule:
         return None
 
     def _traced_step(self, name: str, part: Any, args: Any) -> None:
-        output = self._cut.router.returned(self._cut_steps[name].step(part, *args))
+        output = self._cut.router.returned(self._cut_steps[name].step(with_own_containers(part), *args))
         if name == TRAINING:
             loss_in(output)
 

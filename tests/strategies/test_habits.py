@@ -55,6 +55,8 @@ EQUAL: dict[Any, tuple[str, ...]] = {
     habits.AssigningData: NAMES,
     habits.ClippedByTorch: ("ddp_custom", "fsdp_custom", "tp_custom", "cp_custom"),
     habits.GradientData: NAMES,
+    habits.DecayingGradients: ("ddp_custom", "zero2_custom", "fsdp_custom", "tp_custom", "cp_custom"),
+    habits.TakingApart: NAMES,
     habits.ClippedByValue: ("fsdp_custom", "tp_custom"),
     habits.Unique: ("fsdp_custom", "tp_custom"),
     habits.Copying: ("ddp_custom",),
