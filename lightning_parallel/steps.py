@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import _torch
-from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.errors import ConfigurationError, FirstStepError
 from lightning_parallel.module.unit_order import UnitOrder
 from lightning_parallel.parallelize import Parallelized
 from lightning_parallel.ranks.step_reads import step_noted
@@ -136,6 +136,8 @@ class Steps(StepHooks):
         try:
             with step_noted():
                 yield
+        except FirstStepError:  # which has run the step once more, to see how far it gets
+            raise
         except Exception as error:
             violations = [text for lengths in self._lengths for text in lengths.between_layers(error)]
             if violations:

@@ -15,8 +15,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_parallel.errors import FirstStepError
+from lightning_parallel.errors import ConfigurationError, FirstStepError
 from lightning_parallel.errors import check as refuse
+from lightning_parallel.module.layer_kinds import alike_layers_trusted
 from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.ranks.random_streams import RandomState
 from lightning_parallel.strategies.compared_copy import ComparedCopy, copy_of, data_group
@@ -135,7 +136,8 @@ class FirstStep:
         assert self._window is not None
         window, strategy, values = self._window, self._strategy, StepValues()
         window.ours, window.state = values, RandomState.take(strategy.root_device)
-        with values.of(strategy.module, passes_on=True):
+        is_seen = strategy.reduce_boolean_decision(not window.plain.draws and not window.layers)
+        with values.of(strategy.module, passes_on=True), alike_layers_trusted(trusted=is_seen):
             output = step(*args, **kwargs)
         values.take_loss(output)
         values.take_metrics(strategy.module)
@@ -216,7 +218,7 @@ class FirstStep:
             self._decide(found)
         if self._window is not None:
             self._tell(window.summary())
-            tell_other_loss(window.plain, data_group(self._strategy), window.tolerance.value)
+            tell_other_loss(window.plain, data_group(self._strategy), window.expected.loss, window.tolerance.value)
             self.end()
 
     def _decide(self, differences: list[str], again: SecondRun | None = None) -> None:
@@ -264,5 +266,7 @@ def _where(again: SecondRun | None, differences: Sequence[str]) -> str:
     rank_zero_info(f"first step differs from one process: {'; '.join(differences)}. It runs once more, to see where")
     try:
         return again.first_difference()
+    except ConfigurationError as error:  # of a layer that was run as another one of its kind until now
+        return "; ".join(error.violations)
     except Exception:  # where others wait for this rank, its own error, which comes now, ends them
         return ""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 
 from lightning_parallel import _torch
 from lightning_parallel.module.kept_state import KeptState
@@ -20,16 +21,17 @@ from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.strategies.plain_step import PlainSteps
 from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch
 
-_MOST_PARTS = 8
-"""Parts into which a batch is cut at most; one of 11 samples, which has no other parts than its samples, is not."""
+_MOST_SAMPLES = 8
+"""Samples that are looked at, at most: a few show it, and a step takes many. A batch of 11 has no such part."""
 
 
-def tell_other_loss(plain: PlainSteps, group: dist.ProcessGroup | None, near: float) -> None:
+def tell_other_loss(plain: PlainSteps, group: dist.ProcessGroup | None, loss: Tensor | None, near: float) -> None:
     """Say so if the mean over ranks is another loss than that of one process with all samples. A collective.
 
     Args:
         plain: The steps of a copy that nobody needs any more: what they change stays.
         group: The ranks that read different samples; ``None`` for one process.
+        loss: The loss of the last of these steps.
         near: The relative difference that rounding explains.
     """
     module = plain.originals
@@ -37,29 +39,50 @@ def tell_other_loss(plain: PlainSteps, group: dist.ProcessGroup | None, near: fl
     is_weighed = any(getattr(each, "weighs_losses", False) for each in callbacks)
     if group is None or group.size() == 1 or is_weighed or not module.automatic_optimization:
         return
-    trial = _Trial(plain)
-    whole = trial.loss_of(plain.given[0])
-    if any(of_all_ranks(trial.is_in_vain)):
+    trial = _Trial(plain, loss)
+    first = trial.losses_of(trial.parts[:1])
+    if any(of_all_ranks(trial.is_in_vain)):  # all ranks alike, as a step may meet others before that is seen
         return
-    losses = [trial.loss_of((part, *plain.given[0][1:])) for part in trial.parts]
+    losses = first + trial.losses_of(trial.parts[1:])
+    if not any(of_all_ranks(trial.may_differ(losses, near))):
+        return
+    whole = trial.losses_of([trial.samples])[0]
     words = "" if trial.is_in_vain else _words(whole, losses, group.size(), near)
     if told := next(filter(None, of_all_ranks(words)), ""):
         rank_zero_info(told)
 
 
 class _Trial:
-    """Runs of one step, each from where the first one begins, without dropout and without statistics of batches."""
+    """Runs of one step, each from where the first one begins, without dropout and without statistics of batches.
 
-    def __init__(self, plain: PlainSteps) -> None:
+    Args:
+        plain: The steps of a copy.
+        loss: The loss of the last one.
+    """
+
+    def __init__(self, plain: PlainSteps, loss: Tensor | None) -> None:
         self._plain = plain
         self._before = KeptState(plain.module)
-        self.parts = _parts(*plain.given[0][:1])
+        batch = next(iter(plain.given[0]), None)
+        self.samples, self.parts = _cut(batch)
+        # That of another run, which differs where a layer does something else in training: then, the whole is run, too.
+        is_comparable = self.samples is batch and not plain.draws
+        self._known = float(loss) if is_comparable and loss is not None and loss.numel() == 1 else None
         self.is_in_vain = not self.parts
         """Whether the losses say nothing: of random numbers, of a step that meets other ranks, or that cannot run."""
         plain.draws = False
 
-    def loss_of(self, args: Sequence[Any]) -> float:
-        """The loss of the step with other arguments."""
+    def losses_of(self, batches: Sequence[Any]) -> list[float]:
+        """The losses of the step on other batches."""
+        return [self._loss_of((batch, *self._plain.given[0][1:])) for batch in batches]
+
+    def may_differ(self, losses: Sequence[float], near: float) -> bool:
+        """Whether the loss of all samples has to be known: it may be another one than the mean of `losses`."""
+        if self.is_in_vain or not losses:
+            return False
+        return self._known is None or bool(_words(self._known, losses, num_ranks=1, near=near))
+
+    def _loss_of(self, args: Sequence[Any]) -> float:
         plain = self._plain
         self._before.restore()
         plain.module.eval()
@@ -75,14 +98,17 @@ class _Trial:
         self.is_in_vain = True
 
 
-def _parts(batch: Any = None) -> list[Any]:
-    """Few equal parts of a batch; none where it cannot be cut."""
+def _cut(batch: Any) -> tuple[Any, list[Any]]:
+    """Some of the samples of a batch, and equal parts of them, of two samples if that can be; none if it cannot."""
     try:
         size = batch_size_of(batch)
     except ValueError:
-        return []
-    count = next((number for number in range(2, _MOST_PARTS + 1) if size % number == 0), 0)
-    return cut_batch(batch, size, count) if count else []
+        return batch, []
+    count = next((number for number in range(_MOST_SAMPLES, 1, -1) if size % number == 0), 0)
+    if not count:
+        return batch, []
+    samples = batch if count == size else cut_batch(batch, size, size // count)[0]
+    return samples, cut_batch(samples, count, count // 2 if count % 2 == 0 and count > 2 else count)
 
 
 def _words(whole: float, losses: Sequence[float], num_ranks: int, near: float) -> str:

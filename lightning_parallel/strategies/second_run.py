@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_parallel.module.differences import value_difference
+from lightning_parallel.module.layer_kinds import alike_layers_trusted
 from lightning_parallel.module.output_sketches import OutputSketches, first_difference
 from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.strategies.compared_strategy import ComparedStrategy
@@ -82,7 +83,8 @@ class SecondRun:
         assert window.state is not None
         window.state.restore(device)
         # Compiled code calls no hooks inside of layers.
-        with own.taken(), values.of(plain.originals, passes_on=False), torch.compiler.set_stance("force_eager"):
+        as_written, each = torch.compiler.set_stance("force_eager"), alike_layers_trusted(trusted=False)
+        with own.taken(), values.of(plain.originals, passes_on=False), as_written, each:
             values.take_loss(self.step(*self.args, **self.kwargs))
         repeated = window.run_again(theirs.taken())
         pairs = [(values.loss, window.ours.loss), (repeated.loss, window.expected.loss)]

@@ -21,8 +21,10 @@ import sys
 import tempfile
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("mutants.toml")
@@ -116,6 +118,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only see whether each fault can be put in")
     parser.add_argument("--clean", action="store_true", help="run the tests without any fault: do they pass in a copy?")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="run this one; may be repeated")
+    parser.add_argument("--jobs", type=int, default=1, help="how many run at once")
     given = parser.parse_args()
     mutants = load_mutants()
     if unknown := set(given.only) - {mutant.name for mutant in mutants}:
@@ -129,25 +132,46 @@ def main() -> int:
         return 1
     print(f"{len(chosen)} faults can be put in")
     if given.clean:
-        return run_all([replace(mutant, replace=mutant.find) for mutant in chosen], expected="SURVIVED")
-    return 0 if given.check else run_all(chosen)
+        clean = [replace(mutant, replace=mutant.find) for mutant in chosen]
+        return run_all(clean, expected="SURVIVED", jobs=given.jobs)
+    return 0 if given.check else run_all(chosen, jobs=given.jobs)
 
 
-def run_all(mutants: list[Mutant], *, expected: str = "caught") -> int:
-    """Run `mutants` one after the other in a copy of the tree; 1 if the outcome of any is another one."""
-    others = []
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder)
-        for name in COPIED:
-            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
-            copy(ROOT / name, tree / name)
-        for mutant in mutants:
-            start = time.monotonic()
-            outcome = run(mutant, tree)
+def run_all(mutants: list[Mutant], *, expected: str = "caught", jobs: int = 1) -> int:
+    """Run `mutants`, each in a copy of the tree; 1 if the outcome of any is another one.
+
+    Args:
+        mutants: The faults.
+        expected: How their outcomes begin.
+        jobs: How many run at once.
+    """
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as executor:
+        trees: SimpleQueue[Path] = SimpleQueue()
+        for number in range(jobs):
+            trees.put(copied(Path(folder) / str(number)))
+
+        def outcome_of(mutant: Mutant) -> str:
+            tree, start = trees.get(), time.monotonic()
+            try:
+                outcome = run(mutant, tree)
+            finally:
+                trees.put(tree)
             print(f"{mutant.name:42} {outcome} ({time.monotonic() - start:.0f} s)", flush=True)
-            others += [] if outcome.startswith(expected) else [mutant.name]
-    print(f"{len(mutants) - len(others)} of {len(mutants)} {expected.lower()}")
-    return 1 if others else 0
+            return outcome
+
+        outcomes = list(executor.map(outcome_of, mutants))
+    num_expected = sum(outcome.startswith(expected) for outcome in outcomes)
+    print(f"{num_expected} of {len(mutants)} {expected.lower()}")
+    return 0 if num_expected == len(mutants) else 1
+
+
+def copied(tree: Path) -> Path:
+    """A copy of what tests need, in a new folder."""
+    tree.mkdir()
+    for name in COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+        copy(ROOT / name, tree / name)
+    return tree
 
 
 if __name__ == "__main__":

@@ -115,17 +115,47 @@ def test_a_window_of_several_microsteps(ranks: Any) -> None:
     assert SUM in ranks(2).run(told, SumOfSamples, "ddp_custom", accumulate_grad_batches=2)[0][0]
 
 
-def other_sizes(make: Any) -> list[str]:
-    """Batches of samples that have no part but one sample."""
+def told_of_batches(make: Any, size: int) -> list[str]:
+    """What is said of a step on batches of `size` samples."""
     trainer = make_trainer(build_strategy("ddp_custom:check=first_step"), 2, max_steps=1)
-    tokens = torch.randint(0, VOCABULARY, (22, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, VOCABULARY, (2 * size, LENGTH), generator=torch.Generator().manual_seed(0))
     with lines() as found:
-        trainer.fit(make("sgd"), DataLoader(TensorDataset(tokens), batch_size=11))
+        trainer.fit(make("sgd"), DataLoader(TensorDataset(tokens), batch_size=size))
     return found
 
 
-def test_batches_without_parts_are_left_out(ranks: Any) -> None:
-    assert not any(ranks(2).run(other_sizes, SumOfSamples))
+@pytest.mark.parametrize("size", [1, 11])
+def test_batches_without_parts_are_left_out(ranks: Any, size: int) -> None:
+    assert not any(ranks(2).run(told_of_batches, SumOfSamples, size))
+
+
+@pytest.mark.parametrize("size", [2, 3, 12, 24])
+def test_some_samples_of_other_batches(ranks: Any, size: int) -> None:
+    assert not any(ranks(2).run(told_of_batches, ByteGPT, size))
+    assert SUM in ranks(2).run(told_of_batches, SumOfSamples, size)[0][0]
+    assert OTHER in ranks(2).run(told_of_batches, ComparesSamples, size)[0][0]
+
+
+class CountsSteps(ByteGPT):
+    """A module that takes the number of samples it is given in a forward."""
+
+    seen: list[int]
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        self.seen.append(len(tokens))
+        return super().loss(tokens)
+
+
+def samples_seen(size: int) -> list[int]:
+    """The numbers of samples of each run of a step, until the first update is done."""
+    CountsSteps.seen = []
+    told_of_batches(CountsSteps, size)
+    return CountsSteps.seen
+
+
+@pytest.mark.parametrize(("size", "looks"), [(8, [2, 2, 2, 2]), (24, [2, 2, 2, 2, 8])])
+def test_what_is_looked_at_is_small(ranks: Any, size: int, looks: list[int]) -> None:
+    assert ranks(2).run(samples_seen, size)[0] == [size, size, *looks]  # the copy, the module, and then parts
 
 
 def test_words() -> None:

@@ -209,3 +209,13 @@ _BOUNDS = ("start", "end", "step")
 
 def _bounds(args: Any, kwargs: dict[str, Any]) -> list[Any]:
     return [*args, *(kwargs[name] for name in _BOUNDS if name in kwargs)]
+
+
+def whole_of(value: Any, *, sequences: Sequences, like: Tensor) -> Any:
+    """The whole of a value that is a part as hidden states `like` are: those that an earlier layer returned."""
+    dim = sequences.dim
+    if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
+        return value
+    if like.shape[dim] == sequences.whole_length(like.shape[dim]):
+        return value
+    return sequences.join(value.detach(), dim).requires_grad_(value.requires_grad)

@@ -23,6 +23,7 @@ from lightning_parallel.module.collected import Collected, collected_from_now
 from lightning_parallel.module.hidden_states import Lengths, sequence_part_stream, take_hidden, with_hidden_first
 from lightning_parallel.module.kv_cache import is_cache, without_fresh_cache
 from lightning_parallel.module.layer_check import LayerCheck
+from lightning_parallel.module.layer_kinds import are_alike_layers_trusted, kind_of
 from lightning_parallel.module.layer_search import joined_behind_each
 from lightning_parallel.techniques.context.attention import AttentionWatch, SplitAttention
 from lightning_parallel.techniques.context.collected import join_collected, join_hidden
@@ -40,6 +41,7 @@ from lightning_parallel.techniques.context.cut_rules import (
     candidate_rules,
     cut_argument,
     relations,
+    whole_of,
 )
 from lightning_parallel.techniques.context.sequences import Sequences
 
@@ -101,6 +103,8 @@ class _SplitStack:
         attention: How ranks share attention.
         sequences: What is cut now.
         rules: How the layers run that were compared with themselves, by path and by what compares with the length.
+        alike: The path of a layer that was compared, by its kind and by what compares with the length.
+        taken_over: The keys of rules that are those of another layer of the kind.
         rule: The latest of these.
         trained: The paths of the layers that were looked at in training.
         attending: The path of each layer that was run on whole sequences, and the kind of attention that it computed.
@@ -109,9 +113,22 @@ class _SplitStack:
     attention: str
     sequences: Sequences
     rules: dict[tuple[Any, ...], Verified] = field(default_factory=dict)
+    alike: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    taken_over: set[tuple[Any, ...]] = field(default_factory=set)
     rule: CutRule = USUAL
     trained: set[str] = field(default_factory=set)
     attending: dict[str, str] = field(default_factory=dict)
+
+    def knows(self, key: tuple[Any, ...], kind: tuple[Any, ...]) -> bool:
+        """Whether there is a rule for a layer: its own, or that of another one of its kind."""
+        trusted = are_alike_layers_trusted()
+        if key in self.rules and (trusted is not False or key not in self.taken_over):
+            return True
+        if not trusted or (path := self.alike.get((kind, *key[1:]))) is None:
+            return False
+        self.rules[key], self.attending[key[0]] = self.rules[path, *key[1:]], self.attending[path]
+        self.taken_over.add(key)
+        return True
 
 
 @dataclass(frozen=True)
@@ -213,11 +230,10 @@ class _Part:
             stack.trained.add(self.path)
             check(batch_statistics_violations(self.path, layer))
         key = self._key(layer, hidden, args, kwargs)
-        if key not in stack.rules:
+        if not stack.knows(key, kind_of(layer)):
             verified = self._compare_once(layer, forward, hidden, args, kwargs)
-            stack.rules[self._key(layer, hidden, args, kwargs)] = verified  # by the dimension that was found meanwhile
-            stack.rule = verified.rule
-            key = self._key(layer, hidden, args, kwargs)
+            stack.rule, key = verified.rule, self._key(layer, hidden, args, kwargs)  # by the dimension that was found
+            stack.rules[key], stack.alike[kind_of(layer), *key[1:]] = verified, self.path
         if not _torch.autograd.is_in_backward():  # else a layer is computed again
             self._pass(stack.sequences.lengths)
         return stack.rules[key], collected_from_now()
@@ -251,8 +267,8 @@ class _Part:
             if self.is_first:
                 before, dims = {}, sequence_dims(layer)
             else:
-                whole_of = functools.partial(_whole_of, sequences=sequences, like=hidden)
-                args, kwargs = tree_map(whole_of, (args, kwargs))
+                joined = functools.partial(whole_of, sequences=sequences, like=hidden)
+                args, kwargs = tree_map(joined, (args, kwargs))
                 hidden = self.stack.sequences.join(hidden.detach(), lengths.dim)
         try:
             return self._verified(layer, forward, ((hidden, *args), kwargs), dims)
@@ -332,13 +348,3 @@ def _check_attention(attention: SplitAttention, part: _Part, layer: nn.Module, c
 
 def _map_named(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:
     return tree_map(functools.partial(function, name), value)
-
-
-def _whole_of(value: Any, *, sequences: Sequences, like: Tensor) -> Any:
-    """The whole of a value that is a part as hidden states `like` are: those that an earlier layer returned."""
-    dim = sequences.dim
-    if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
-        return value
-    if like.shape[dim] == sequences.whole_length(like.shape[dim]):
-        return value
-    return sequences.join(value.detach(), dim).requires_grad_(value.requires_grad)

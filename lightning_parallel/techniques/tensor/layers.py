@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_parallel import _torch
 from lightning_parallel.module.hidden_states import Lengths
 from lightning_parallel.module.kv_cache import without_fresh_cache
+from lightning_parallel.module.layer_kinds import kind_of
 from lightning_parallel.module.layer_search import joined_behind_each
 from lightning_parallel.techniques.tensor.comparison import check_layer
 from lightning_parallel.techniques.tensor.maps import Products, split_maps
@@ -55,7 +56,7 @@ def apply_tensor(
             if (not roles and not sequence) or any(layer is earlier for _, earlier in stack[:index]):
                 continue
             # Layers that compute alike are compared with their unsplit selves only once.
-            key = number, type(layer), tuple(roles.items()), _settings(layer)
+            key = number, tuple(roles.items()), kind_of(layer)
             flow = flows.setdefault(key, Flow(path, mesh, peers))
             is_first, is_last = index == 0, index == len(stack) - 1
             region = (
@@ -71,18 +72,6 @@ def apply_tensor(
 
 def _remedy(stack: Sequence[tuple[str, nn.Module]]) -> str:
     return ", or ".join(filter(None, [joined_behind_each([path for path, _ in stack]), "sequence=False"]))
-
-
-def _settings(layer: nn.Module) -> tuple[Any, ...]:
-    """Settings by which layers of one class may compute differently; a layer's number is not one of them."""
-    return tuple(
-        (path, type(child), name, value)
-        for path, child in layer.named_modules()
-        for name, value in sorted(vars(child).items())
-        if isinstance(value, int | float | str | None)
-        and name != "training"
-        and not name.endswith(("idx", "index", "layer_id"))
-    )
 
 
 def _split_layer(layer: nn.Module, roles: dict[str, str], split: SplitLayer) -> None:
