@@ -343,5 +343,5 @@ def _like_state(value: Any, parameter: Tensor) -> Any:
 
 _PACKED = (
     "the checkpoint has optimizer state that is packed ({0}), which cannot be cut for the ranks that share parameters; "
-    "resume under ddp_custom or zero1_custom, or begin with the weights alone, as by load_from_checkpoint"
+    "use ddp_custom or zero1_custom to resume, or load the weights alone, as by load_from_checkpoint"
 )
