@@ -53,7 +53,8 @@ class Policies:
         context_attention: How ranks that share a sequence share attention, ``"ulysses"`` or ``"ring"``.
         pipeline: How a stack is cut into stages, where it is.
         accumulation_sync: When gradients are reduced within a window: ``"every"``, ``"last"`` or ``"auto"``.
-        shows_gradients: Whether a hook of the module sees gradients behind each backward.
+        shows_gradients: Whether a hook sees gradients behind each backward.
+        frees_before_backward: Whether a hook between forward and backward is to find gradients, which only shards have.
         optimizer_in_backward: Whether parameters are updated as soon as their gradient is reduced.
     """
 
@@ -72,6 +73,7 @@ class Policies:
     pipeline: PipelinePolicy = field(default_factory=PipelinePolicy)
     accumulation_sync: str = "auto"
     shows_gradients: bool = False
+    frees_before_backward: bool = False
     optimizer_in_backward: bool = False
 
     @property

@@ -150,7 +150,7 @@ class Steps(StepHooks):
         self._unused.watch()
         # Under manual optimization the step has ended, and its last forward may have had no backward: hooks would find
         # gathered values, rounded to the dtype of computing, and lose what they write into them.
-        if self._is_manual:
+        if self._is_manual or self._policies.frees_before_backward:
             self.free_gathered()
 
     @override

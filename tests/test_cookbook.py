@@ -24,7 +24,18 @@ from tests.cookbook import FOLDER, HEADINGS, LONG, PAGES, ROOT, check_seen, comm
 from tests.jobs.recipes import run_command, run_counted, run_script
 from tests.parity import difference
 
-SHORT = ["custom_callback", "custom_plan", "ema", "float8", "from_ddp", "from_deepspeed", "gan", "moe", "offload"]
+SHORT = [
+    "adamw_8bit",
+    "custom_callback",
+    "custom_plan",
+    "ema",
+    "float8",
+    "from_ddp",
+    "from_deepspeed",
+    "gan",
+    "moe",
+    "offload",
+]
 """Pages about which nothing more is said than what one sees."""
 TWO_BATCHES = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"]
 

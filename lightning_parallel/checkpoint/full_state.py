@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint.stored_tensors import StoredTensors
+from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.ranks.dtensors import local_of, sharded_like, whole_on_device, whole_on_host
 from lightning_parallel.ranks.stage_owners import StageOwners, all_stage_owners, stage_owners_of
@@ -331,7 +332,16 @@ def _part_of_entries(entries: Mapping[str, Any], parameter: Tensor, reads: dict[
 def _like_state(value: Any, parameter: Tensor) -> Any:
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.ndim == 0:
         return value
+    if hasattr(type(value), "__tensor_flatten__") and not isinstance(value, DTensor):
+        kind = f"{type(value).__module__.partition('.')[0]}'s {type(value).__name__}"
+        raise ConfigurationError([_PACKED.format(kind)])
     # Factored moments have other shapes than the parameter. They are whole on every rank.
     same = value.shape == parameter.shape
     placements = parameter.placements if same else [Replicate()] * parameter.device_mesh.ndim
     return sharded_like(value, parameter, placements)
+
+
+_PACKED = (
+    "the checkpoint has optimizer state that is packed ({0}), which cannot be cut for the ranks that share parameters; "
+    "use ddp_custom or zero1_custom to resume, or load the weights alone, as by load_from_checkpoint"
+)

@@ -83,7 +83,8 @@ class Lengths:
 
         What fails inside of a layer, such as a collective that waits for a rank in vain, is something else.
         """
-        is_of_shapes = isinstance(error, RuntimeError | IndexError) and not isinstance(error, torch.OutOfMemoryError)
+        of_shapes, others = (RuntimeError, IndexError, ValueError), (torch.OutOfMemoryError, ConfigurationError)
+        is_of_shapes = isinstance(error, of_shapes) and not isinstance(error, others)
         if not is_of_shapes or not self.whole:
             return []
         running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]

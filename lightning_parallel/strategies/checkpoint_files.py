@@ -27,6 +27,12 @@ class CheckpointFiles(TorchCheckpointIO):
         else:
             write_whole(checkpoint, local)
 
+    @override
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+        # Lightning's default is a function that does the same, and that tensors made of others, as in 8 bits, refuse.
+        options = {} if weights_only is None else {"weights_only": weights_only}  # Lightning's, since 2.6
+        return super().load_checkpoint(path, map_location=map_location, **options)
+
 
 def readable(path: Any, damage: str | None = None) -> tuple[Any, str]:
     """The checkpoint to read for `path`, and what is to be said of it, "" if that is `path` and intact.

@@ -32,7 +32,7 @@ from lightning_parallel.techniques.pipeline.cut import CutStack
 from lightning_parallel.techniques.pipeline.execution import Action, Execution
 from lightning_parallel.techniques.pipeline.joined import JoinedOutputs, PartGradients, Passed
 from lightning_parallel.techniques.pipeline.layer_router import StageExit, StepPart
-from lightning_parallel.techniques.pipeline.microbatches import merge_outputs
+from lightning_parallel.techniques.pipeline.microbatches import merge_outputs, with_own_containers
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
 from lightning_parallel.techniques.pipeline.stage_buffers import StageBuffers
 from lightning_parallel.techniques.pipeline.step_losses import StepLosses
@@ -87,11 +87,11 @@ class CutStep:
         self._last = cut.plan.stages.last
         self._last_rank = cut.plan.stages.rank_of(self._last)
 
-    def run(self, *args: Any) -> Any:
+    def run(self, batch: Any, *args: Any) -> Any:
         """Call the user's method on a part of a batch; a stage that is not the last one leaves it early."""
         try:
             with self._cut.router.side_inputs.carried.noting(is_on=True):
-                output = self.step(*args)
+                output = self.step(with_own_containers(batch), *args)
         except StageExit as exit_:
             return exit_.passed
         self._cut.router.check_end()

@@ -19,6 +19,7 @@ from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.mesh import build_host_group
 from lightning_parallel.step_hooks import StepHooks
 from lightning_parallel.techniques.accumulation import AccumulationWindow
+from lightning_parallel.techniques.bucket_views import BucketViews
 from lightning_parallel.techniques.replica_writes import ReplicaWrites
 from lightning_parallel.techniques.replicate import reduce_gradients
 from lightning_parallel.techniques.unused_replicas import UnusedLook
@@ -66,6 +67,7 @@ class DDPSteps(StepHooks):
         self._wrapped = self._wrap(self._module, self._finds)
         self._named = {name: p for name, p in self._module.named_parameters() if p.requires_grad}  # DDP's order
         self._reduced = _trainable(self._module)
+        self._views = BucketViews(list(self._named.values() if self._wrapped.gradient_as_bucket_view else ()))
         self._looks = self._is_auto and not self._finds
         self._set_model(self._wrapped)
 
@@ -104,6 +106,9 @@ class DDPSteps(StepHooks):
     @override
     def before_backward(self, loss: Tensor) -> None:
         self._writes.check()
+        self._views.put_back()
+        if loss.requires_grad:
+            _torch.autograd.after_backward(loss, self._views.note)
         # DDP prepares its reducer at the end of forward, which under manual optimization comes after backward.
         if not self._module.automatic_optimization:
             prepare_for_backward(self._wrapped, loss)

@@ -173,6 +173,12 @@ class FailureWatch:
         _wait(self._store, names)
         return [self._store.get(name) for name in names]
 
+    def meet(self) -> None:
+        """Wait until all ranks have come here, as long as it takes, where the ranks are watched. A collective."""
+        if self._store is not None:
+            self.hear(b"")
+            self.say("")
+
     @property
     def is_on(self) -> bool:
         """Whether the ranks are watched now."""

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.optim import Adafactor, Muon, Optimizer, SparseAdam
 
 from lightning_parallel import _torch
@@ -82,15 +83,21 @@ class JointUpdates:
                 raise ConfigurationError([refusal.format(name, f" at {line}" if line else "")])
 
         mode = _torch.joint_operations.JointOperations(optimizer, found)
+        with contextlib.ExitStack() as looking:
 
-        def outside() -> Any:
-            mode.__exit__(None, None, None)
-            try:
-                return closure()
-            finally:
-                mode.__enter__()
+            def look() -> None:
+                # A compiler looks away from what runs under such a mode, and fails where it may not.
+                looking.enter_context(torch.compiler.set_stance("force_eager"))
+                looking.enter_context(mode)
 
-        with mode:
+            def outside() -> Any:
+                looking.close()
+                try:
+                    return closure()
+                finally:
+                    look()
+
+            look()
             yield outside
         self._known.add(optimizer)
 

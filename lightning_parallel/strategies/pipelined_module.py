@@ -34,6 +34,7 @@ from lightning_parallel.techniques.pipeline.microbatches import (
     MicrobatchCounts,
     batch_size_of,
     cut_batch,
+    with_own_containers,
 )
 from lightning_parallel.techniques.pipeline.placement import (
     Placement,
@@ -255,7 +256,7 @@ class PipelinedModule:
         return None
 
     def _traced_step(self, name: str, part: Any, args: Any) -> None:
-        output = self._cut.router.returned(self._cut_steps[name].step(part, *args))
+        output = self._cut.router.returned(self._cut_steps[name].step(with_own_containers(part), *args))
         if name == TRAINING:
             loss_in(output)
 

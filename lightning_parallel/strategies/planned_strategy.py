@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel import _torch
+from lightning_parallel import _lightning, _torch
 from lightning_parallel.plan import Plan, build_plan, module_key
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
@@ -32,6 +32,7 @@ from lightning_parallel.techniques.deferred_init.deferral import Deferral
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+_LIBRARIES = ("lightning", "lightning_parallel")
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -234,7 +235,17 @@ class PlannedStrategy(PositionedStrategy):
 
 def _policies_for(module: LightningModule, policies: Policies) -> Policies:
     is_manual = not module.automatic_optimization
-    if is_overridden("on_after_backward", module) and not is_manual:
+    if _has_hook("on_after_backward", module) and not is_manual:
         policies = policies.with_gradients_shown()
+    if _has_hook("on_before_zero_grad", module) or is_overridden("optimizer_zero_grad", module):
+        policies = replace(policies, frees_before_backward=True)
     steps = tuple(name for name in STEP_METHODS if is_overridden(name, module))
     return replace(policies, step_methods=steps, backward_in_step=is_manual)
+
+
+def _has_hook(name: str, module: LightningModule) -> bool:
+    """Whether the module has a hook, or a callback of the user's; those of libraries do not look at gradients in it."""
+    trainer = _lightning.attached_trainer(module)
+    callbacks = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+    own = [each for each in callbacks if type(each).__module__.partition(".")[0] not in _LIBRARIES]
+    return any(is_overridden(name, each) for each in (module, *own))

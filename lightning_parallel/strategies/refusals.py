@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from lightning_parallel import _lightning
 from lightning_parallel.parallelize import parallelized
@@ -85,6 +86,24 @@ def module_violations(
             "torch.device('meta'): their initialisation is recorded there and replayed shard by shard)"
         )
     return found
+
+
+def uninitialized_violations(module: nn.Module) -> list[str]:
+    """Reasons that lie in lazy modules, whose parameters have no shape before their first forward.
+
+    Args:
+        module: The user's module.
+    """
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    names = [name for name, tensor in tensors if is_lazy(tensor)]
+    if not names:
+        return []
+    return [
+        f"{len(names)} tensors of {type(module).__name__} have no shape yet ({', '.join(names[:6])}): they belong to "
+        "lazy modules, such as LazyLinear, which get it in their first forward, and nobody can send or cut them "
+        "before. Call the module once with an example, in __init__ or in setup, or give the sizes (Linear in place of "
+        "LazyLinear)"
+    ]
 
 
 def packed_violations(module: nn.Module) -> list[str]:

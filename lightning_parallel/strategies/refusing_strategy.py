@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_parallel import _lightning
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.strategies.refusals import uninitialized_violations
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -77,6 +78,8 @@ class RefusingStrategy(ParallelStrategy):
         trainer = _lightning.attached_trainer(module)
         is_fitting = trainer is None or trainer.state.fn == TrainerFn.FITTING
         is_built = is_built or not any(is_overridden(name, module) for name in _BUILDERS)
+        if is_built:
+            self.refuse(uninitialized_violations(module))  # nothing else can be asked of such a module
         violations = self.module_violations if is_built else self.unbuilt_violations
         self.refuse(violations(module, is_fitting=is_fitting))
 

@@ -73,6 +73,7 @@ class WholeCheckpointsStrategy(PlannedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        self._failures.meet()
         if (trainer := self._trainer) is not None:
             self._streams.add_to(checkpoint, trainer, self.root_device)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -96,6 +97,10 @@ class WholeCheckpointsStrategy(PlannedStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.steps.meets_in_steps:
+            # A rank that saves alone (`if trainer.is_global_zero: trainer.save_checkpoint(...)`) would gather what
+            # another collective of the others brings.
+            self._failures.meet()
         self._writes_parts = self._chooses_parts()
         if self._writes_parts:
             return self.module.state_dict()

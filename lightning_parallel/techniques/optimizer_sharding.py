@@ -87,6 +87,15 @@ class _Outline:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu").copy_(value)
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether collectives take it: not a tensor of several, such as codes of 8 bits with their scales."""
+    return not hasattr(type(tensor), "__tensor_flatten__")
+
+
+def _outlined(tensor: Tensor) -> _Outline | Tensor:
+    return _Outline.of(tensor) if _is_plain(tensor) else tensor.detach().cpu()
+
+
 class ShardedOptimizer:
     """ZeRO-1 for a user's optimizer, by hooks on it; `detach` removes them.
 
@@ -154,7 +163,7 @@ class ShardedOptimizer:
     def _whole_state(self, own: dict[Any, Any], *, is_for_all: bool) -> dict[Any, Any]:
         """The state of all ranks, on all of them or on rank 0, in host memory. A collective, one tensor at a time."""
         outlines: list[Any] = [None] * len(self._owned)
-        dist.all_gather_object(outlines, tree_map_only(Tensor, _Outline.of, own), group=self._host_group)
+        dist.all_gather_object(outlines, tree_map_only(Tensor, _outlined, own), group=self._host_group)
         whole: dict[Any, Any] = {}
         for rank, outline in enumerate(outlines):
             if rank == self._rank:
@@ -165,6 +174,8 @@ class ShardedOptimizer:
 
     def _sent(self, tensor: Tensor, *, is_for_all: bool) -> Tensor | None:
         value = tensor.detach().cpu()
+        if not _is_plain(tensor):
+            return value  # its outline is the tensor itself
         if is_for_all:
             dist.broadcast(value.contiguous(), group=self._host_group, group_src=self._rank)
         elif self._rank != 0:

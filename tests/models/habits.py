@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
+from tests.models.cases import next_token_loss
 from tests.models.user_code import Tokens
 
 
@@ -45,6 +46,40 @@ class GradientNormStacked(Habit):
 class ClippedByTorch(Habit):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.seen.append(float(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
+
+
+class GradientData(Habit):
+    """Gradients that are given other memory, as by methods that add an average of earlier ones."""
+
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            p.grad.data = p.grad.data * 0.5  # type: ignore[union-attr]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            p.grad.data = p.grad.data + 0.1 * p.detach()  # type: ignore[union-attr]
+
+
+class DecayingGradients(Habit):
+    """Gradients that are made smaller where they would be set to zero; a hook before reads them."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.seen.append(sum(float(p.grad.norm()) for p in self.parameters() if p.grad is not None))
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+
+
+class TakingApart(Habit):
+    """Takes the tokens out of the batch and writes into them, as with labels of padding; adds what it has computed."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        tokens = batch.pop()
+        tokens[tokens == 3] = 0
+        batch.append(self.model(tokens))
+        return next_token_loss(batch[0], tokens)
 
 
 class ClippedByValue(Habit):

@@ -353,6 +353,17 @@ class SumsLayers(Net):
         return torch.stack(results).sum(0)
 
 
+class LossBehindEach(Net):
+    """A loss behind each layer, with labels of the whole sequence."""
+
+    def run(self, x: Tensor) -> Tensor:
+        labels = torch.zeros(x.shape[:2], dtype=torch.long)
+        for layer in self.layers:
+            x = layer(x)
+            x = x + 1e-3 * F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return x
+
+
 REFUSED: dict[tuple[str, str], tuple[type[Case], str]] = {
     ("second_mixes", "both"): (SecondMixes, "changes what layers.1 (Layer) computes"),
     ("batch_norm", "both"): (WithBatchNorm, "layers.0.batch_norm takes statistics of all positions"),
@@ -361,6 +372,7 @@ REFUSED: dict[tuple[str, str], tuple[type[Case], str]] = {
         AddsBetween,
         "code behind layers.0, where each rank has a part of the sequence (8 of 16",
     ),
+    ("loss_behind_each", "both"): (LossBehindEach, "(8 of 16 positions), fails with: Expected input batch_size"),
     ("sums_layers", "both"): (SumsLayers, "which the step or a hook has kept, are parts (8 of 16 positions)"),
     ("leaves_early", "both"): (LeavesEarly, "by layers.0 and left it before the last layer"),
     ("fewer_queries", "ring"): (changed(fewer_queries), "the 2 heads of keys divide, but queries have 1"),

@@ -55,8 +55,15 @@ DEBUGGED = READING._replace(place=READING.place._replace(is_debugged=True))
         (
             "save",
             "pp_custom",
-            r"broadcast of .*batch 2: in on_train_batch_end, saves a checkpoint, at .*hangs.py:",
+            r"rank 0 or a checkpoint of all ranks; .*batch 2: in on_train_batch_end, saves .*, at .*hangs.py:",
             r"all_reduce of .*batch 3: in training_step",
+            "call trainer.save_checkpoint on all of them",
+        ),
+        (
+            "save",
+            "fsdp_custom",
+            r"rank 0 or a checkpoint of all ranks; .*batch 2: in on_train_batch_end, saves .*, at .*hangs.py:",
+            r"all_gather of .*batch 3: in training_step",
             "call trainer.save_checkpoint on all of them",
         ),
         (

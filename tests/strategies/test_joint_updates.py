@@ -69,11 +69,30 @@ class Own(SGD):
     """An optimizer that nobody knows."""
 
 
+class Compiled(SGD):
+    """An optimizer whose update is a graph of the compiler, and nothing else."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        update = torch.compile(_updated, fullgraph=True, dynamic=True, backend="eager")
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    update(p.detach().view(-1), p.grad.view(-1), group["lr"])
+        return loss
+
+
+def _updated(parameter: Tensor, gradient: Tensor, rate: float) -> None:
+    parameter.sub_(rate * gradient)
+
+
 MAKERS: dict[str, Any] = {
     "sharpness": Sharpness,
     "read": ReadSharpness,
     "together": lambda parameters: Together(parameters, lr=0.3),
     "trusting": lambda parameters: Trusting(parameters, lr=0.1),
+    "compiled": lambda parameters: Compiled(parameters, lr=0.1),
     "own": lambda parameters: Own(parameters, lr=0.1, momentum=0.9, nesterov=True),
 }
 
@@ -132,6 +151,8 @@ def test_joint_updates_are_refused(ranks: Any, maker: str, strategy: str, reader
         ("trusting", "pp_custom", 1),
         ("own", "zero1_custom", 2),
         ("own", "pp_custom", 1),
+        ("compiled", "zero1_custom", 2),
+        ("compiled", "pp_custom", 1),
         ("sharpness", "ddp_custom", 2),
         ("sharpness", "fsdp_custom", 2),
         ("sharpness", "tp_custom", 1),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import ConfigurationError, DDPStrategy, MeshStrategy, build_strategy
@@ -18,7 +19,7 @@ from lightning_parallel.strategies.process_group import ProcessGroupStrategy
 from tests.data import data_of
 from tests.jobs.fits import fit_module, messages
 from tests.jobs.lifecycle import fast_dev_run
-from tests.models.cases import REFUSED_CASES, ByteGPT
+from tests.models.cases import LENGTH, REFUSED_CASES, VOCABULARY, ByteGPT
 from tests.parity import make_trainer
 
 
@@ -87,6 +88,34 @@ def test_fit_starts_no_process(
     assert not dist.is_initialized()
     for word in words:
         assert word in str(caught.value)
+
+
+class Lazy(ByteGPT):
+    """Its head gets its shape from what it is given first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.head = nn.LazyLinear(VOCABULARY)
+
+
+class LazyInSetup(Lazy):
+    def setup(self, stage: str) -> None:
+        self(torch.zeros(1, LENGTH, dtype=torch.long))
+
+
+@pytest.mark.parametrize("strategy", [name for name in PRESETS if name != "auto_custom"])
+def test_modules_without_shapes_are_refused(strategy: str) -> None:
+    devices = 4 if "_tp" in strategy or strategy == "hsdp_custom" else 1 if strategy == "dp_custom" else 2
+    trainer = make_trainer(build_strategy(strategy), devices)
+    with pytest.raises(ConfigurationError, match=r"2 tensors of Lazy have no shape yet \(model.head.weight"):
+        trainer.fit(Lazy(), DataLoader(data_of("byte_gpt", 8, 4), batch_size=2))
+    assert not dist.is_initialized()
+
+
+def test_modules_that_get_their_shapes_in_setup_are_trained() -> None:
+    trainer = make_trainer(build_strategy("fsdp_custom"), 1, max_epochs=1)
+    trainer.fit(LazyInSetup(), DataLoader(data_of("byte_gpt", 4, 4), batch_size=2))
+    assert trainer.global_step == 2
 
 
 def packed() -> L.LightningModule:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from torch import Tensor, nn
 
 from lightning_parallel import _torch, full_state_dict
@@ -52,11 +52,19 @@ class Clamping(ByteGPT):
                 parameter.grad.mul_(0.5).clamp_(-0.02, 0.02)
 
 
-def clamped(strategy: str, num_ranks: int, readers: int) -> dict[str, Any]:
+class ClampingCallback(Callback):
+    """Does it for the module."""
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        Clamping.on_after_backward(pl_module)  # type: ignore[arg-type]
+
+
+def clamped(strategy: str, num_ranks: int, readers: int, *, by_callback: bool = False) -> dict[str, Any]:
     """Three windows of two microsteps."""
     L.seed_everything(3, verbose=False)
-    trainer = trainer_for(strategy, num_ranks, accumulate_grad_batches=2)
-    trainer.fit(Clamping("adamw"), loader(readers, 6))
+    callbacks = [ClampingCallback()] if by_callback else []
+    trainer = trainer_for(strategy, num_ranks, accumulate_grad_batches=2, callbacks=callbacks)
+    trainer.fit((ByteGPT if by_callback else Clamping)("adamw"), loader(readers, 6))
     return full_state_dict(trainer)
 
 
@@ -68,9 +76,13 @@ def clamped(strategy: str, num_ranks: int, readers: int) -> dict[str, Any]:
         ("hsdp_custom", 4, 4),
     ],
 )
-def test_hooks_change_the_gradients_of_one_process(ranks: Any, strategy: str, size: int, readers: int) -> None:
+@pytest.mark.parametrize("by_callback", [False, True], ids=["module", "callback"])
+def test_hooks_change_the_gradients_of_one_process(
+    ranks: Any, strategy: str, size: int, readers: int, by_callback: bool
+) -> None:
     expected = once(clamped, "auto", 1, 1)
-    assert difference(ranks(size).run(clamped, strategy, size, readers)[0], expected) < TOLERANCE
+    found = ranks(size).run(clamped, strategy, size, readers, by_callback=by_callback)[0]
+    assert difference(found, expected) < TOLERANCE
 
 
 def windows(strategy: str, num_ranks: int, kind: str) -> dict[str, Any]:

@@ -91,7 +91,11 @@ def cut_batch(batch: Any, batch_size: int, count: int) -> list[Any]:
     def part(value: Any, index: int) -> Any:
         if isinstance(value, Tensor):
             is_batched = value.ndim > 0 and value.shape[0] == batch_size
-            return value.narrow(0, index * size, size) if is_batched else value
+            if not is_batched:
+                return value
+            rows = value.narrow(0, index * size, size)
+            # Views count writes together: one into its own rows by a later microbatch would refuse this one's backward.
+            return rows if rows.requires_grad else rows.data
         return value
 
     def lists(value: list[Any], index: int) -> Any:
@@ -110,6 +114,19 @@ def cut_batch(batch: Any, batch_size: int, count: int) -> list[Any]:
         return apply_to_collection(value, Tensor, part, index)
 
     return [cut(batch, index) for index in range(count)]
+
+
+def with_own_containers(batch: Any) -> Any:
+    """Copy a batch, but for its tensors: a step that takes entries out of it, or adds some, runs on it again.
+
+    Args:
+        batch: Nested containers with tensors.
+    """
+    if type(batch) is dict:
+        return {key: with_own_containers(item) for key, item in batch.items()}
+    if type(batch) in (list, tuple):
+        return type(batch)(with_own_containers(item) for item in batch)
+    return apply_to_collection(batch, Tensor, lambda tensor: tensor)
 
 
 def has_uneven_entries(batch: Any, batch_size: int, count: int, ignored: Iterable[int] = (IGNORED,)) -> bool:
