@@ -58,8 +58,7 @@ class JointUpdates:
             optimizer: The user's.
             closure: What it calls for gradients, which may mix parameters as it likes.
             refusal: `UNDER_ZERO` or `UNDER_PIPELINE`; "" where each rank updates all parameters.
-            is_split: Whether only some parameters are split, which torch refuses to let meet the others: such an update
-                computes with whole values, as steps and hooks do.
+            is_split: Whether only some parameters are split: such an update computes with whole values, as steps do.
 
         Returns:
             `closure`, outside of the look.
