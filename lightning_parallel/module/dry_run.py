@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_parallel.module.collected import collecting_containers
+from lightning_parallel.module.layer_logs import LayerLogs
 from lightning_parallel.module.object_state import CONTAINERS, Contents, ObjectState
 
 
@@ -25,14 +26,20 @@ def side_effects_undone(layer: nn.Module) -> Iterator[None]:
         layer: The layer that is about to run.
     """
     states: list[Contents | ObjectState] = [Contents(each) for each in collecting_containers()]
+    logging: dict[int, nn.Module] = {}
     for child in layer.modules():
         states.append(ObjectState(child))
         tables = child._forward_pre_hooks, child._forward_hooks, child._backward_pre_hooks, child._backward_hooks
         for hook in chain.from_iterable(table.values() for table in tables):
             if not getattr(hook, "__module__", "").startswith(("torch.", "lightning_parallel.")):
-                states += [state for holder in _held(hook) for state in _states_of(holder)]
+                held = _held(hook)
+                states += [state for holder in held for state in _states_of(holder)]
+                logging |= {id(each): each for each in held if isinstance(each, nn.Module) and hasattr(each, "log")}
     try:
-        yield
+        with contextlib.ExitStack() as silent:  # Lightning takes a log in a step only, and keeps it
+            for module in logging.values():
+                silent.enter_context(LayerLogs(module).taken())
+            yield
     finally:
         for state in states:
             state.restore()

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from lightning_parallel import _torch
+from lightning_parallel.module.layer_logs import LayerLogs
 from lightning_parallel.module.layer_stacks import ModuleStructure
 from lightning_parallel.module.left_values import LeftValues
 from lightning_parallel.ranks.stage_owners import StageOwners, tag_owners
@@ -102,7 +103,7 @@ def cut_stack(
         layers, plan.stages, rank=group.rank(), left_values=left_values, known=plan.placement.known
     )
     owners_by_name = hold(module, plan.placement.positions, plan.stages, group=group, host_group=host_group)
-    turns = Turns(plan.stages, plan.placement.layers, left_values, group, host_group)
+    turns = Turns(plan.stages, plan.placement.layers, left_values, LayerLogs(module), group, host_group)
     if plan.placement.takes_turns:
         router.outside = turns.call
         return CutStack(plan, router, owners_by_name, group, host_group, turns)

@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.hidden_states import ENDS_LAYER
 from lightning_parallel.module.kv_cache import is_cache
+from lightning_parallel.module.layer_logs import LayerLogs, LoggedValue
 from lightning_parallel.module.left_values import LeftValue, LeftValues
 from lightning_parallel.module.placeholders import name_sources, placeholders_in
 from lightning_parallel.ranks.random_streams import drawing_aside, pass_number
@@ -53,6 +54,7 @@ class Turns:
         plan: The layers of each stage, and its rank.
         paths: The paths of the layers, in order.
         left_values: Finds what layers leave elsewhere than in their results.
+        logs: Takes what layers log.
         group: The ranks of the pipeline.
         host_group: The same, for host memory.
     """
@@ -62,11 +64,12 @@ class Turns:
         plan: StagePlan,
         paths: Sequence[str],
         left_values: LeftValues,
+        logs: LayerLogs,
         group: ProcessGroup,
         host_group: ProcessGroup,
     ) -> None:
         self._plan, self._paths, self._group, self._host_group = plan, paths, group, host_group
-        self._left_values = left_values
+        self._left_values, self._logs = left_values, logs
         self._checkpoints = LayerCheckpoints()
 
     def opened(self) -> contextlib.AbstractContextManager[None]:
@@ -113,11 +116,11 @@ class Turns:
                 self._left_values.before(layer).put(left)
             return result
         before = self._left_values.before(layer)
-        with drawing_aside(index) as has_drawn:
+        with drawing_aside(index) as has_drawn, self._logs.taken() as logged:
             result = self._checkpoints.run(run, args, kwargs)
             draws = has_drawn()
         own = before.found()
-        result, left = self._publish(owner, inputs, leaves, result, own, draws=draws)
+        result, left = self._publish(owner, inputs, leaves, result, own, draws=draws, logged=logged)
         before.put(left, old=[each.value for each in own])
         return result
 
@@ -130,8 +133,9 @@ class Turns:
         left: list[LeftValue],
         *,
         draws: bool,
+        logged: list[LoggedValue],
     ) -> tuple[Any, list[LeftValue]]:
-        """Send the result of a layer, and what it has left, to the other ranks."""
+        """Send the result of a layer, and what it has left and logged, to the other ranks."""
         leaves, spec = tree_flatten((result, left), is_leaf=is_cache)
         # What hooks have left may be what the layer was given, or returns: others have that.
         known = [*arguments, *tree_leaves(result, is_leaf=is_cache)]
@@ -145,8 +149,9 @@ class Turns:
         tensors = [leaves[place].contiguous() for place in places]
         forms = [(t.dtype, t.shape, t.requires_grad and torch.is_grad_enabled()) for t in tensors]
         rest = {place: _in_words(leaf, known) for place, leaf in enumerate(leaves) if place not in set(places)}
-        broadcast_object((spec, places, forms, rest, draws), owner, self._host_group)
+        broadcast_object((spec, places, forms, rest, draws, logged), owner, self._host_group)
         _advance(draws)
+        self._logs.repeat(logged)
         if any(wants for *_, wants in forms):
             tensors = list(_Exit.apply(self._group, owner, forms, len(tensors), *tensors, *inputs))
         else:
@@ -156,8 +161,9 @@ class Turns:
 
     def _follow(self, owner: int, inputs: Sequence[Tensor], arguments: list[Any]) -> tuple[Any, list[LeftValue]]:
         """Receive the result of a layer of another rank, and what it has left."""
-        spec, places, forms, rest, draws = broadcast_object(None, owner, self._host_group)
+        spec, places, forms, rest, draws, logged = broadcast_object(None, owner, self._host_group)
         _advance(draws)
+        self._logs.repeat(logged)
         device = _device_of(arguments)
         if any(wants for *_, wants in forms):
             anchor = torch.zeros((), requires_grad=True)

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor
 
 from lightning_parallel import ConfigurationError
@@ -29,7 +30,7 @@ class Logs(Deep):
     def see(self, layer: Any, number: int, result: Tensor) -> None:
         value = result.detach().abs().mean(-1).mean()
         if self.place == "hook" and self.training:
-            self.log(f"size_{number}", value)
+            self.log(f"size_{number}", value, on_step=False, on_epoch=True, reduce_fx="sum")
         else:
             layer.size = value
 
@@ -69,6 +70,53 @@ def test_it_is_the_value_of_one_process_on_all_ranks(ranks: Any, place: str, str
     expected = once(logged, place, "auto", 1, 1)
     for found in ranks(size).run(logged, place, strategy, size, 1):
         assert found == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"), [("pp_custom:schedule=turns", 2), ("tp_custom:tensor=2,pipeline=2,schedule=turns", 4)]
+)
+@pytest.mark.parametrize("place", ["hook", "between", "attribute"])
+def test_where_stages_take_turns_all_ranks_have_it(ranks: Any, place: str, strategy: str, size: int) -> None:
+    """What layers of another rank logged was missing, without a word."""
+    expected = once(logged, place, "auto", 1, 1)
+    for found in ranks(size).run(logged, place, strategy, size, 1):
+        assert found == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_custom", "fsdp_custom", "tp_custom", "tp_custom:check=first_step"])
+def test_what_layers_log_while_they_are_looked_at_is_no_part_of_the_step(ranks: Any, strategy: str) -> None:
+    readers = 1 if strategy.startswith("tp") else 2
+    expected = once(logged, "hook", "auto", 1, 1)
+    for found in ranks(2).run(logged, "hook", strategy, 2, readers):
+        assert found.keys() == expected.keys()
+        if readers == 1:
+            assert found == pytest.approx(expected, abs=TOLERANCE)
+
+
+class LogsMetric(Deep):
+    """Logs a metric in a hook on a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = torchmetrics.MeanMetric()
+        self.model.blocks[0].register_forward_hook(self.see)
+
+    def see(self, layer: Any, given: Any, result: Tensor) -> None:
+        self.size.update(result.detach().abs().mean())
+        self.log("size", self.size)
+
+
+def refused_metric(strategy: str) -> str:
+    try:
+        trainer_for(strategy, 2).fit(LogsMetric(), batches("byte_gpt", 1))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_a_metric_that_a_layer_logs_is_refused(ranks: Any) -> None:
+    for message in ranks(2).run(refused_metric, "pp_custom:schedule=turns"):
+        assert "a layer logs the metric 'size'" in message
 
 
 @pytest.mark.parametrize(("strategy", "size", "readers"), [("pp_custom", 2, 1), ("fsdp_custom:pipeline=2", 4, 2)])
