@@ -205,6 +205,5 @@ class ShardedOptimizer:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden = []
-        with _torch.modes.without_dispatch_modes():
-            for rank, owned in enumerate(self._owned):
-                _torch.groups.broadcast_tensors([parameter.detach() for parameter in owned], source=rank)
+        for rank, owned in enumerate(self._owned):
+            _torch.groups.broadcast_tensors([parameter.detach() for parameter in owned], source=rank)
