@@ -27,6 +27,7 @@ from lightning_parallel.strategies.compared_metrics import (
     synced_differences,
 )
 from lightning_parallel.strategies.plain_step import PlainSteps, StepValues, dense
+from lightning_parallel.strategies.rounding import explained_by_rounding
 
 _SURE = 0.1
 """The share of the tolerance up to which sketches show that gradients are equal: beyond, these are gathered."""
@@ -58,6 +59,8 @@ class ComparedWindow:
     _in_hooks: StepValues = field(default_factory=StepValues)
     losses: tuple[float, float] | None = None
     left_out: set[str] = field(default_factory=set)
+    rounded: dict[str, float] = field(default_factory=dict)
+    """Gradients that are further apart than the tolerance, as those of one process are by rounding alone."""
     _metrics_at_backward: MetricStates = field(default_factory=dict)
 
     def take_plain_step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -180,7 +183,7 @@ class ComparedWindow:
         if self.has_hook or any(of_all_ranks(_look_different(self.plain, self._gradients, group, self.tolerance))):
             expected = self._gradients if self.has_hook else self.averaged(group)
             self.num_gradients = len(expected)
-            apart = self.gradient_differences(lambda name: whole_gradient(parameters[name]), expected)
+            apart = self._unexplained(lambda name: whole_gradient(parameters[name]), expected)
         self._gradients = {}
         found = [*self.hook_differences(), *apart]
         return [*found, *synced_differences(self.plain.originals, self.plain.module, group, self.tolerance)]
@@ -210,7 +213,17 @@ class ComparedWindow:
             ours: Returns the whole gradient of the parameter of a name.
             expected: As `averaged` returns them.
         """
-        found = gradient_differences(ours, expected, self.tolerance)
+        return self._in_words(gradient_differences(ours, expected, self.tolerance), expected)
+
+    def _unexplained(self, ours: Callable[[str], Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+        """As `gradient_differences`, without those that rounding alone can make. A collective."""
+        found, plain = gradient_differences(ours, expected, self.tolerance), self.plain
+        precision, most = self.tolerance.precision, self.tolerance.gradient
+        if any(of_all_ranks(bool(found))) and explained_by_rounding(found, plain, self.state, precision, most):
+            self.rounded, found = dict(found), {}
+        return self._in_words(found, expected)
+
+    def _in_words(self, found: Mapping[str, float], expected: Mapping[str, Tensor]) -> list[str]:
         if not found:
             return []
         name, apart = next(iter(found.items()))
@@ -232,7 +245,12 @@ class ComparedWindow:
         num_metrics = num_updated(self.plain.module)
         metrics = f", {num_metrics} metrics" if num_metrics else ""
         left_out = f"; {first_of(sorted(self.left_out))}: not the same in two runs" if self.left_out else ""
-        return f"first step equals one process{self.extent}: {losses}{self.num_gradients} gradients{metrics}{left_out}"
+        rounded = _ROUNDED.format(len(self.rounded), max(self.rounded.values())) if self.rounded else ""
+        gradients = f"{self.num_gradients} gradients{rounded}"
+        return f"first step equals one process{self.extent}: {losses}{gradients}{metrics}{left_out}"
+
+
+_ROUNDED = " ({} of them up to {:.1e} apart, as far as rounding moves them in one process)"
 
 
 def whole_gradient(parameter: Tensor) -> Tensor:
