@@ -42,6 +42,7 @@ class ComparedWindow:
         tolerance: How far the two may be apart.
         state: The random state with which the last step began.
         layers: The layers that both have, in words, where others are left out.
+        rounded: Gradients further apart than the tolerance, as those of one process are by rounding alone.
     """
 
     plain: PlainSteps
@@ -59,8 +60,7 @@ class ComparedWindow:
     _in_hooks: StepValues = field(default_factory=StepValues)
     losses: tuple[float, float] | None = None
     left_out: set[str] = field(default_factory=set)
-    rounded: dict[str, float] = field(default_factory=dict)
-    """Gradients that are further apart than the tolerance, as those of one process are by rounding alone."""
+    rounded: Mapping[str, float] = field(default_factory=dict)
     _metrics_at_backward: MetricStates = field(default_factory=dict)
 
     def take_plain_step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -194,8 +194,7 @@ class ComparedWindow:
         Args:
             group: Those ranks; ``None`` for one process.
         """
-        size = 1 if group is None else group.size()
-        result = {}
+        size, result = 1 if group is None else group.size(), {}
         for name, parameter in self.plain.module.named_parameters():
             if parameter.requires_grad:
                 gradient = self._gradients.pop(name, None)
@@ -213,26 +212,15 @@ class ComparedWindow:
             ours: Returns the whole gradient of the parameter of a name.
             expected: As `averaged` returns them.
         """
-        return self._in_words(gradient_differences(ours, expected, self.tolerance), expected)
+        found = gradient_differences(ours, expected, self.tolerance)
+        return _gradients_in_words(found, expected, self._used, self.tolerance)
 
     def _unexplained(self, ours: Callable[[str], Tensor], expected: Mapping[str, Tensor]) -> list[str]:
         """As `gradient_differences`, without those that rounding alone can make. A collective."""
-        found, plain = gradient_differences(ours, expected, self.tolerance), self.plain
-        precision, most = self.tolerance.precision, self.tolerance.gradient
-        if any(of_all_ranks(bool(found))) and explained_by_rounding(found, plain, self.state, precision, most):
-            self.rounded, found = dict(found), {}
-        return self._in_words(found, expected)
-
-    def _in_words(self, found: Mapping[str, float], expected: Mapping[str, Tensor]) -> list[str]:
-        if not found:
-            return []
-        name, apart = next(iter(found.items()))
-        unused = [name for name in expected if name not in self._used]
-        return [
-            f"{len(found)} of {len(expected)} gradients differ, that of {name!r} by {apart:.1e} of its norm (at most "
-            f"{self.tolerance.gradient:.0e} is rounding): {first_of(list(found))}"
-            + (f" (the step does not use {first_of(unused)})" if unused else "")
-        ]
+        found = gradient_differences(ours, expected, self.tolerance)
+        if any(of_all_ranks(bool(found))) and explained_by_rounding(found, self.plain, self.state, self.tolerance):
+            self.rounded, found = found, {}
+        return _gradients_in_words(found, expected, self._used, self.tolerance)
 
     @property
     def extent(self) -> str:
@@ -242,15 +230,30 @@ class ComparedWindow:
     def summary(self) -> str:
         """The line that says that both are equal."""
         losses = "" if self.losses is None else f"loss {self.losses[0]:.4f} = {self.losses[1]:.4f}, "
-        num_metrics = num_updated(self.plain.module)
-        metrics = f", {num_metrics} metrics" if num_metrics else ""
+        metrics = f", {number} metrics" if (number := num_updated(self.plain.module)) else ""
         left_out = f"; {first_of(sorted(self.left_out))}: not the same in two runs" if self.left_out else ""
-        rounded = _ROUNDED.format(len(self.rounded), max(self.rounded.values())) if self.rounded else ""
-        gradients = f"{self.num_gradients} gradients{rounded}"
-        return f"first step equals one process{self.extent}: {losses}{gradients}{metrics}{left_out}"
+        rest = f"{self.num_gradients} gradients{_rounded_in_words(self.rounded)}{metrics}{left_out}"
+        return f"first step equals one process{self.extent}: {losses}{rest}"
 
 
-_ROUNDED = " ({} of them up to {:.1e} apart, as far as rounding moves them in one process)"
+def _gradients_in_words(
+    found: Mapping[str, float], expected: Collection[str], used: Collection[str], tolerance: Tolerance
+) -> list[str]:
+    if not found:
+        return []
+    name, apart = next(iter(found.items()))
+    unused = [name for name in expected if name not in used]
+    return [
+        f"{len(found)} of {len(expected)} gradients differ, that of {name!r} by {apart:.1e} of its norm (at most "
+        f"{tolerance.gradient:.0e} is rounding): {first_of(list(found))}"
+        + (f" (the step does not use {first_of(unused)})" if unused else "")
+    ]
+
+
+def _rounded_in_words(found: Mapping[str, float]) -> str:
+    most = max(found.values(), default=0.0)
+    told = f" ({len(found)} of them up to {most:.1e} apart, as far as rounding moves them in one process)"
+    return told if found else ""
 
 
 def whole_gradient(parameter: Tensor) -> Tensor:

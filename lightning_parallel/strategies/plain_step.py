@@ -213,24 +213,6 @@ class PlainSteps:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
-    def gradients_again(self, state: RandomState) -> dict[str, Tensor]:
-        """The gradients of the last step, taken once more from where it began.
-
-        Args:
-            state: The random state before it.
-        """
-        now = RandomState.take(self.device)
-        self._before.restore()
-        state.restore(self.device)
-        try:
-            with self._alone(), self._apart():
-                _, loss = self._forward(*self._given)
-                if loss is not None:
-                    self._backward(loss)
-        finally:
-            now.restore(self.device)
-        return self.take_gradients()
-
     def _forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[StepValues, Tensor | None]:
         values, before, output = StepValues(), RandomState.take(self.device), None
         held = HeldObjects(self.module.modules())  # with generators of its own
