@@ -69,6 +69,7 @@ def test_a_recipe_chooses_and_computes_nothing(recipe: str) -> None:
         assert not any(word in source for word in ("torch.distributed", "world_size", "lightning_parallel", ".cuda("))
 
 
+@pytest.mark.filterwarnings("ignore:.*will be overridden by `LightningCLI.configure_optimizers`")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_eight_devices_are_a_matter_of_one_argument(
     recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
