@@ -42,6 +42,8 @@ def ask_readers(part: Callable[..., Tensor]) -> None:
 
     @functools.wraps(plain)
     def redistributed(local_tensor: Tensor, current_spec: Any, target_spec: Any, **options: Any) -> Tensor:
+        if current_spec.mesh != target_spec.mesh:
+            return plain(local_tensor, current_spec, target_spec, **options)  # which refuses it
         pairs = zip(current_spec.placements, target_spec.placements, strict=True)
         if any(now != then and not now.is_replicate() for now, then in pairs):
             _meet(local_tensor, current_spec.mesh, current_spec.placements, current_spec.shape)

@@ -33,6 +33,7 @@ _KNOWING = ("lightning_parallel.", "torch.distributed.", "torch.optim.")
 _CANNOT = (
     "mixed torch.Tensor and DTensor",
     "different mesh",
+    "Cross device mesh",  # since 2.15, of what 2.13 calls different meshes
     "Sharding propagation failed",
     "sharding strategy",
     "_StridedShard",
