@@ -63,6 +63,7 @@ class Steps(StepHooks):
         self._device = device
         self._lengths = parallelized.lengths
         self._is_manual = not getattr(module, "automatic_optimization", True)
+        self._frees_before_backward = policies.frees_before_backward and not self._is_manual
         is_shared = self._mesh.gradient_group.size() > 1
         self._averaged = parallelized.averaged_parameters(module) if is_shared else []
         # Ranks of different stages have different buffers, so only those of one stage can agree on them.
@@ -150,7 +151,9 @@ class Steps(StepHooks):
         self._unused.watch()
         # Under manual optimization the step has ended, and its last forward may have had no backward: hooks would find
         # gathered values, rounded to the dtype of computing, and lose what they write into them.
-        if self._is_manual or self._policies.frees_before_backward:
+        if self._frees_before_backward:
+            self._writes.keep()
+        if self._is_manual or self._frees_before_backward:
             self.free_gathered()
 
     @override
@@ -172,7 +175,8 @@ class Steps(StepHooks):
     def before_backward(self, loss: Tensor) -> None:
         """Let whole parameters be averaged when backward through `loss` ends, once a window."""
         self._check_sequences()  # under manual optimization, `after_forward` comes only when the step has ended
-        self._writes.keep()
+        if not self._frees_before_backward:
+            self._writes.keep()
         self._unused.watch()
         if self._reduction.is_first:
             # Zeros of `zero_grad(set_to_none=False)` stay gradients, as in one process. In later microsteps, zeros may

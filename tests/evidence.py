@@ -51,10 +51,18 @@ class Watch(Callback):
             self._batch.enter_context(_AttentionKernels(self.found))
         if self._is_looking and self._subject == "graphs":
             self._batch.enter_context(_graphs(self.found))
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if self._is_looking and self._subject == "gradients":
+            self._batch.enter_context(self._behind_backward(trainer, pl_module))
+
+    def _behind_backward(self, trainer: Any, pl_module: Any) -> Any:
+        """Where the hook `on_after_backward` is; having that would say that gradients are to be seen there."""
+        post_backward = trainer.strategy.post_backward
+
+        def looking(loss: Any) -> None:
             self.found.update(_gradients(pl_module))
+            post_backward(loss)
+
+        return mock.patch.object(trainer.strategy, "post_backward", looking)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         self._batch.close()

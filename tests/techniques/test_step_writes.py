@@ -14,7 +14,7 @@ from tests.data import STEPS, batches
 from tests.models.cases import GPT, ByteGPT, next_token_loss
 from tests.parity import TOLERANCE, checked, once, train_module, worst
 
-PLACES = ("training_step", "on_before_zero_grad", "on_train_batch_end")
+PLACES = ("training_step", "training_step with a hook", "on_before_zero_grad", "on_train_batch_end")
 
 
 class Momentum(ByteGPT):
@@ -40,16 +40,20 @@ class Momentum(ByteGPT):
         return next_token_loss(self.model(tokens), tokens) + (self.model(tokens).softmax(-1) - target).pow(2).mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.place == "training_step":
+        if self.place.startswith("training_step"):
             self.follow()
         return super().training_step(batch, batch_idx)
 
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        if self.place == "on_before_zero_grad":
-            self.follow()
-
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.place == "on_train_batch_end":
+            self.follow()
+
+
+class Hooked(Momentum):
+    """With a hook between forward and backward, for which what was gathered is freed there."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.place == "on_before_zero_grad":
             self.follow()
 
 
@@ -128,8 +132,9 @@ def outcome_or_words(make: Any, args: tuple[Any, ...], strategy: str, steps: int
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("strategy", ["fsdp_custom", "zero2_custom", "fsdp_custom:layers=[]", "hsdp_custom"])
 def test_momentum_is_that_of_one_process(ranks: Any, strategy: str, place: str, in_place: bool) -> None:
-    found = ranks(2).run(outcome_or_words, Momentum, (place, in_place), checked(strategy))
-    expected = once(alone, Momentum, (place, in_place))
+    make = Momentum if place in ("training_step", "on_train_batch_end") else Hooked
+    found = ranks(2).run(outcome_or_words, make, (place, in_place), checked(strategy))
+    expected = once(alone, make, (place, in_place))
     assert not isinstance(found[0], str), found[0]
     assert worst(found[0], expected) <= TOLERANCE
 

@@ -59,14 +59,14 @@ class StageBuffers:
         is_due, self._num_steps = self._is_due, self._num_steps + 1
         if not is_due and not self._is_needed:
             return
-        written = {name: buffer.detach().cpu().clone() for name, buffer in self._written()}
+        written = {name: (t.detach().cpu().clone(), self._is_persistent(name)) for name, t in self._written()}
         # Layers keep tensors on their own stage only, so stages agree on whether there is anything to look at.
         flags = torch.tensor([bool(written), bool(self._before) or bool(written)], dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._cut.host_group)
         is_any, self._is_needed = map(bool, flags.tolist())
         if not is_any:
             return
-        found: list[dict[str, Tensor]] = [{}] * self._cut.host_group.size()
+        found: list[dict[str, tuple[Tensor, bool | None]]] = [{}] * self._cut.host_group.size()
         dist.all_gather_object(found, written, group=self._cut.host_group)
         for name in dict.fromkeys(name for of_stage in found for name in of_stage):
             writers = [rank for rank, of_stage in enumerate(found) if name in of_stage]
@@ -74,7 +74,7 @@ class StageBuffers:
             owners = [rank for rank in self._cut.ranks_of(name) if rank in writers]
             source = (owners or writers[::-1])[0]
             if source != self._cut.host_group.rank():
-                self._set(name, found[source][name])
+                self._set(name, *found[source][name])
 
     @property
     def _is_due(self) -> bool:
@@ -107,10 +107,20 @@ class StageBuffers:
             if isinstance(value, Tensor) and not is_placeholder(value) and not value.requires_grad:
                 yield f"{path}.{attribute}", value
 
-    def _set(self, name: str, value: Tensor) -> None:
+    def _place(self, name: str) -> tuple[nn.Module, str]:
         path, _, attribute = name.rpartition(".")
-        module = self._module.get_submodule(path)
-        table: dict[str, Any] = vars(module) if attribute in vars(module) else module._buffers
+        return self._module.get_submodule(path), attribute
+
+    def _is_persistent(self, name: str) -> bool | None:
+        """Whether a buffer belongs to the state dict; nothing for a tensor that is no buffer."""
+        module, attribute = self._place(name)
+        return attribute not in module._non_persistent_buffers_set if attribute in module._buffers else None
+
+    def _set(self, name: str, value: Tensor, is_persistent: bool | None) -> None:
+        module, attribute = self._place(name)
+        if is_persistent is not None and attribute not in module._buffers:
+            module.register_buffer(attribute, None, persistent=is_persistent)
+        table: dict[str, Any] = vars(module) if is_persistent is None else module._buffers
         own = table.get(attribute)
         if own is None or is_placeholder(own) or own.shape != value.shape or own.dtype != value.dtype:
             device = value.device if own is None else own.device
