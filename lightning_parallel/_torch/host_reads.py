@@ -32,12 +32,14 @@ class Reader:
         meet: Called before an operation of user code in which ranks wait for each other, with the mesh and the
             placements of a part and its form in words: it raises if other ranks do not come.
         is_asked: Whether a hook or a script runs an operation just now, and no step.
+        announce: Called in place of `meet` before such an operation of a step, which may have run in the step before.
     """
 
     whole: Callable[[DTensor, str], Tensor]
     refuse: Callable[[str], NoReturn]
     meet: Callable[[DeviceMesh, Sequence[Placement], str], None]
     is_asked: Callable[[], bool]
+    announce: Callable[[DeviceMesh, Sequence[Placement], str], None]
 
 
 _running: list[Reader] = []

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_parallel._torch.host_reads import is_whole, reader_of, reader_on
 from lightning_parallel._torch.mixed_lists import as_torch_has_it, take_mixed_lists
 from lightning_parallel._torch.tensors import operations
+from lightning_parallel._torch.whole_operands import is_computing
 
 Handler = Callable[[Any, Any, Any], Any]
 _GATHERING = operations("argmax", "argmin", "max", "min")
@@ -29,7 +30,7 @@ _OF_VALUES = operations("bernoulli", "native_dropout")
 def ask_readers(part: Callable[..., Tensor]) -> None:
     """Let operations in which ranks wait for each other, and those that draw, ask readers of DTensors; once for good.
 
-    What a step does stays as torch has it, and so do DTensors without a reader.
+    What layers do in a step stays as torch has it, and so do DTensors without a reader.
 
     `redistribute_local_tensor` of `torch.distributed.tensor._redistribute`, since 2.1, is called wherever an operation,
     a gather or its backward needs the parts of other ranks; `_op_dispatcher._custom_op_handlers`, since 2.1, has the
@@ -67,6 +68,8 @@ def _meet(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Any) -> None:
     reader = reader_on(mesh)
     if reader is not None and reader.is_asked():
         reader.meet(mesh, placements, f"{tuple(shape)} {local.dtype}")
+    elif reader is not None and is_computing():
+        reader.announce(mesh, placements, f"{tuple(shape)} {local.dtype}")
 
 
 def _equal(operation: Any, args: Any, kwargs: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -87,6 +88,27 @@ def resume() -> None:
     DTensor.__torch_function__ = _installed[-1] if _installed else _TORCH  # type: ignore[method-assign, assignment]
 
 
+def is_computing() -> bool:
+    """Whether torch runs an operation of user code on DTensors just now, as it stands there."""
+    return _nesting.depth > 0
+
+
+class _Nesting(threading.local):
+    depth = 0
+
+
+_nesting = _Nesting()
+
+
+@contextlib.contextmanager
+def _computing() -> Iterator[None]:
+    _nesting.depth += 1
+    try:
+        yield
+    finally:
+        _nesting.depth -= 1
+
+
 def _plainly(function: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
         return function(*args, **kwargs)
@@ -119,7 +141,8 @@ class _Call:
         if self._is_mixed():
             return self._with_whole_tensors()
         try:
-            result = _plainly(self._function, self._args, self._kwargs)
+            with _computing():
+                result = _plainly(self._function, self._args, self._kwargs)
         except (RuntimeError, NotImplementedError) as error:
             # A tensor does not get another shape.
             if self._name in _TRANSPOSING or not any(words in str(error) for words in _CANNOT):

@@ -102,16 +102,29 @@ class StepReads:
         Raises:
             ConfigurationError: If other ranks do not come to the same line.
         """
+        self.announce(tensor.device_mesh, tensor.placements, f"{tuple(tensor.shape)} {tensor.dtype}")
+        # Gradients of sums that are not complete yet are those of each summand.
+        placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+        part = partial(_part_of_mean, tensor.device_mesh, placements, tensor.device)
+        return paired(tensor, whole_on_device, part)
+
+    def announce(self, mesh: DeviceMesh, placements: Sequence[Placement], form: str) -> None:
+        """Wait until all ranks have come to an operation in which they wait for each other, unless it is known.
+
+        Args:
+            mesh: The mesh of a tensor of which each rank has a part.
+            placements: The parts.
+            form: Its shape and dtype.
+
+        Raises:
+            ConfigurationError: If other ranks do not come to the same line.
+        """
         if self._number != _steps.number:
             self._number = _steps.number
             self._known, self._read = self._read, set()
         self._read.add(line := line_of_user())
         if line not in self._known:  # each time: another rank may come to this line less often
-            self._meet(tensor.device_mesh, tensor.placements, f"{tuple(tensor.shape)} {tensor.dtype}")
-        # Gradients of sums that are not complete yet are those of each summand.
-        placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-        part = partial(_part_of_mean, tensor.device_mesh, placements, tensor.device)
-        return paired(tensor, whole_on_device, part)
+            self._meet(mesh, placements, form)
 
 
 def _part_of_mean(mesh: DeviceMesh, placements: Sequence[Placement], device: torch.device, gradient: Tensor) -> Tensor:

@@ -34,14 +34,15 @@ def whole_values(trainer: Trainer, module: LightningModule, mesh: Mesh) -> Itera
     """
     mark = broadcast_object(str(time.time_ns()), 0, mesh.host_group) if dist.get_world_size() > 1 else ""
     reads = HostReads(f"lightning_parallel/{mark}")
-    reader = _torch.host_reads.Reader(reads.whole, reads.refuse, reads.meet, reads.is_asked)
+    in_steps = StepReads(reads.meet)
+    reader = _torch.host_reads.Reader(reads.whole, reads.refuse, reads.meet, reads.is_asked, in_steps.announce)
     _torch.part_operations.ask_readers(sharded_like)
     is_cut = any(isinstance(parameter, Placeholder) for parameter in module.parameters())
     with (
         _torch.host_reads.data_of_shards_set(),
         _torch.tensors.data_checked(_check_data) if is_cut else contextlib.nullcontext(),
         _torch.host_reads.reads_intercepted(module, reader, sharded_like),
-        _torch.whole_operands.operands_made_whole(reads.user_code_runs, StepReads(reads.meet).whole, sharded_like),
+        _torch.whole_operands.operands_made_whole(reads.user_code_runs, in_steps.whole, sharded_like),
         _lightning.gradient_norms_read(),
         _logging_whole_values(trainer, module, reads),
     ):

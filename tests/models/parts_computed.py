@@ -197,5 +197,15 @@ class PenaltyOfRankZero(Habit):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         if self.trainer.is_global_zero and batch_idx == 2:
-            loss = loss + self.model.blocks[1].mlp[0].weight.norm()
+            loss = loss + self.term(self.model.blocks[1].mlp[0].weight)
         return loss
+
+    def term(self, weight: Tensor) -> Tensor:
+        return weight.norm()
+
+
+class LookOfRankZero(PenaltyOfRankZero):
+    """For the term, ranks meet before it is a single value."""
+
+    def term(self, weight: Tensor) -> Tensor:
+        return weight.softmax(0).softmax(1).mean()

@@ -50,9 +50,10 @@ def test_equal_to_one_process_on_a_mesh(ranks: Any, make: Any, strategy: str, re
     check(ranks, make, strategy, 4, readers)
 
 
+@pytest.mark.parametrize("make", [parts.PenaltyOfRankZero, parts.LookOfRankZero])
 @pytest.mark.parametrize("strategy", NAMES)
-def test_a_term_of_one_rank_is_refused(ranks: Any, strategy: str) -> None:
+def test_a_term_of_one_rank_is_refused(ranks: Any, strategy: str, make: Any) -> None:
     with pytest.raises(RankError) as caught:
-        ranks(2).run(seen_in_hooks, parts.PenaltyOfRankZero, strategy, 2, deadline=3 * ALONE)
+        ranks(2).run(seen_in_hooks, make, strategy, 2, deadline=3 * ALONE)
     words = r"an operation at .*parts_computed\.py:\d+ reads a tensor .* only 1 of them came to this line within 3 s"
     assert re.search(words, str(caught.value)), str(caught.value)
