@@ -24,41 +24,14 @@ from torch.distributed import ProcessGroup
 
 from lightning_parallel import _torch
 from lightning_parallel.techniques.pipeline.joined import PartGradients, Passed
+from lightning_parallel.techniques.pipeline.passed_forms import HEADER, Form, forms_of
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
+from lightning_parallel.techniques.pipeline.unused_inputs import UnusedInputs
 
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
-PASSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
-MOST_DIMS = 8
 JOIN = "JOIN"
-_HEADER = 3 + MOST_DIMS  # dtype, whether it wants a gradient, number of dimensions, sizes
 _Key = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class _Form:
-    """Dtype, shape and requires_grad of an incoming tensor."""
-
-    dtype: torch.dtype
-    wants_gradient: bool
-    sizes: tuple[int, ...]
-
-    def header(self) -> list[int]:
-        found = [PASSED_DTYPES.index(self.dtype), int(self.wants_gradient), len(self.sizes), *self.sizes]
-        return found + [0] * (_HEADER - len(found))
-
-    @classmethod
-    def announced(cls, header: Sequence[int]) -> _Form:
-        kind, wants_gradient, ndim, *sizes = header
-        return cls(PASSED_DTYPES[kind], bool(wants_gradient), tuple(sizes[:ndim]))
-
-
-def _forms(passed: Passed) -> list[_Form]:
-    """Describe the tensors that a stage sends on.
-
-    Hidden states always want a gradient, so that each boundary sends one for each microbatch, as the schedule expects.
-    """
-    return [_Form(t.dtype, i == 0 or t.requires_grad, tuple(t.shape)) for i, t in enumerate(passed)]
 
 
 @dataclass(frozen=True)
@@ -185,7 +158,8 @@ class Execution:
         self._arriving: dict[tuple[str, int, int], list[tuple[Tensor, dist.Work | None]]] = {}
         self._computed: dict[_Key, tuple[Passed | None, Passed | None]] = {}
         self._gradients: dict[_Key, Passed] = {}
-        self._coming: dict[int, list[_Form]] = {}
+        self._coming: dict[int, list[Form]] = {}
+        self._unused = UnusedInputs(plan, host_group, waiting)
         self._sent: list[tuple[Tensor, dist.Work]] = []
 
     def run(self, actions: Sequence[Action]) -> None:
@@ -208,12 +182,13 @@ class Execution:
             elif action.kind == "RECV_B":
                 output = self._computed[key][1]
                 assert output is not None
-                wanted = [form for form in _forms(output) if form.wants_gradient]
+                wanted = [form for form in forms_of(output) if form.wants_gradient]
                 self._receive("B", *key, self._plan.rank_of(action.stage + 1), wanted)
         with self._waiting():
             for _, work in self._sent:
                 work.wait()
         self._sent = []
+        self._unused.end()
 
     # Computing --------------------------------------------------------------------------------------------------
 
@@ -227,7 +202,7 @@ class Execution:
         # because each stage has its own backward.
         if stage < self._plan.last and self._is_here(stage + 1):
             assert output is not None
-            self._coming[stage + 1] = _forms(output)
+            self._coming[stage + 1] = forms_of(output)
             self._arriving["F", stage + 1, microbatch] = [(tensor.detach(), None) for tensor in output]
         if does_backward or not self._is_here(stage + 1):
             self._computed[stage, microbatch] = (received, output)
@@ -247,9 +222,11 @@ class Execution:
             joined = zip(output, self._joined[microbatch], strict=True)
             pairs = [(tensor, gradient) for tensor, gradient in joined if tensor.requires_grad and gradient is not None]
         else:
-            wanted = [tensor for tensor, form in zip(output, _forms(output), strict=True) if form.wants_gradient]
+            wanted = [tensor for tensor, form in zip(output, forms_of(output), strict=True) if form.wants_gradient]
             gradients = self._arrived("B", stage, microbatch) if stage < self._plan.last else (None,)
-            pairs = [pair for pair in zip(wanted, gradients, strict=True) if pair[0].requires_grad]
+            unused = self._unused.behind(stage, len(wanted)) if stage < self._plan.last else [False]
+            found = zip(wanted, gradients, unused, strict=True)
+            pairs = [(t, gradient) for t, gradient, is_unused in found if t.requires_grad and not is_unused]
         self._before_backward()
         if pairs:
             # Backward runs outside of autocast, as under Lightning; forward has chosen the dtypes.
@@ -257,6 +234,7 @@ class Execution:
                 torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
         if received is None:
             return
+        self._unused.tell(stage, [tensor.grad is None for tensor in received if tensor.requires_grad])
         # The stage before waits for each gradient, even where this stage did not use the tensor.
         own = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in received if t.requires_grad)
         if self._is_here(stage - 1):
@@ -273,7 +251,7 @@ class Execution:
         key = stage, microbatch
         output = self._computed[key][1] if keeps else self._computed.pop(key)[1]
         assert output is not None
-        target, forms = self._plan.rank_of(stage + 1), _forms(output)
+        target, forms = self._plan.rank_of(stage + 1), forms_of(output)
         if stage + 1 not in self._coming:
             self._coming[stage + 1] = forms
             announced = torch.tensor([form.header() for form in forms])
@@ -284,13 +262,13 @@ class Execution:
         assert self._coming[stage + 1] == forms, "microbatches of different shapes"
         self._send(tuple(tensor.detach() for tensor in output), target)
 
-    def _announced(self, stage: int) -> list[_Form]:
+    def _announced(self, stage: int) -> list[Form]:
         """Return the forms of the tensors that `stage` receives, announced once in each step."""
         if stage not in self._coming:
-            header = torch.zeros(self._num_passed(stage), _HEADER, dtype=torch.int64)
+            header = torch.zeros(self._num_passed(stage), HEADER, dtype=torch.int64)
             with self._waiting():
                 dist.recv(header, group=self._host_group, group_src=self._plan.rank_of(stage - 1))
-            self._coming[stage] = [_Form.announced(row) for row in header.tolist()]
+            self._coming[stage] = [Form.announced(row) for row in header.tolist()]
         return self._coming[stage]
 
     def _send(self, tensors: Passed, target: int) -> None:
@@ -301,7 +279,7 @@ class Execution:
             assert work is not None
             self._sent.append((tensor, work))
 
-    def _receive(self, kind: str, stage: int, microbatch: int, source: int, forms: Sequence[_Form]) -> None:
+    def _receive(self, kind: str, stage: int, microbatch: int, source: int, forms: Sequence[Form]) -> None:
         arriving = self._arriving.setdefault((kind, stage, microbatch), [])
         for form in forms:
             room = torch.empty(form.sizes, dtype=form.dtype, device=self._device)

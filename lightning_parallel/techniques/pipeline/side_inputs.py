@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.techniques.pipeline.carried import Carried, CarriedResults
-from lightning_parallel.techniques.pipeline.execution import MOST_DIMS, PASSED_DTYPES
+from lightning_parallel.techniques.pipeline.passed_forms import MOST_DIMS, PASSED_DTYPES
 from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
 
 Beside = dict[str, dict[int, tuple[int, ...]]]
