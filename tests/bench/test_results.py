@@ -13,6 +13,7 @@ from lightning_parallel.bench.cells import WEAK, Run
 from lightning_parallel.bench.machine import digests, machine, versions
 from lightning_parallel.bench.processes import ENDED, RAN, Ending
 from lightning_parallel.bench.progress import Progress, in_words
+from lightning_parallel.bench.published import PUBLISHED
 from lightning_parallel.bench.results import Results, result_of
 from lightning_parallel.bench.summary import Summary
 from lightning_parallel.bench.table import as_markdown, as_text
@@ -165,12 +166,28 @@ def test_the_picture(kept: Results, tmp_path: Path) -> None:
     files = [tmp_path / "bench.svg", tmp_path / "bench.png"]
     picture.draw(kept.summaries(CELLS), files)
     text = files[0].read_text()
-    for words in ("fast", "slow", "weak scaling", "strong scaling", "2 devices (dashed: ideal)"):
+    for words in (
+        "fast",
+        "slow",
+        "weak scaling",
+        "strong scaling",
+        "2 devices (dashed: ideal)",
+        "measured here",
+        PUBLISHED[0].name,
+    ):
         assert f">{words}" in text, words
     assert files[1].stat().st_size > 1000
     before = text
     picture.draw(kept.summaries(CELLS), files[:1])
     assert files[0].read_text() == before  # a committed picture changes with its figures only
+
+
+def test_published_curves_begin_at_one() -> None:
+    for curve in PUBLISHED:
+        points = curve.efficiencies
+        assert points[1] == 1
+        assert len(points) > 2
+        assert all(share < 1.01 for share in points.values()), curve
 
 
 def test_the_bar_of_a_single_repeat_has_no_length() -> None:
