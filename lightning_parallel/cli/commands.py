@@ -97,6 +97,10 @@ def _answer(command: str) -> None:
         from lightning_parallel.cli.inspect_checkpoint import inspect as inspect_checkpoint
 
         sys.exit(inspect_checkpoint(sys.argv[2:]))
+    elif command == "completion":
+        from lightning_parallel.cli.completion import completion
+
+        sys.exit(completion(sys.argv[2:]))
     elif command == "export":
         from lightning_parallel.cli.export import export
 

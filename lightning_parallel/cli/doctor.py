@@ -36,7 +36,7 @@ def doctor(arguments: list[str]) -> int:
     Returns:
         The exit status, which is 0.
     """
-    options, recipe = _parser().parse_known_args(arguments)
+    options, recipe = build_parser().parse_known_args(arguments)
     check(_violations(options))
     every = max(1, (options.steps - 2) // _WINDOWS)
     look, rates = Doctor(every=every), Throughput(every=every)
@@ -65,7 +65,8 @@ def doctor(arguments: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Build what reads the options; those that it does not know are the recipe's."""
     parser = argparse.ArgumentParser(
         prog="lightning-parallel doctor",
         description="Train a recipe for some steps and write where their time goes; the other options are fit's.",

@@ -48,7 +48,7 @@ def export(arguments: list[str]) -> int:
         ConfigurationError: For options that do not go together, or that the checkpoint does not fit.
         CheckpointError: If the checkpoint cannot be read, or the export not be written.
     """
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     check(_violations(options))
     if damage := damage_in(options.checkpoint):
         raise CheckpointError(f"{options.checkpoint} is damaged: {damage}. Give an intact checkpoint")
@@ -65,7 +65,8 @@ def export(arguments: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Build what reads the options."""
     parser = argparse.ArgumentParser(
         prog="lightning-parallel export",
         description="Write the weights of a checkpoint in another format; without the code that trained them.",

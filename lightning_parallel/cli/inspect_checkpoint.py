@@ -37,7 +37,7 @@ def inspect(arguments: list[str]) -> int:
     Raises:
         CheckpointError: If there is none, or it cannot be read and is intact.
     """
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     path = options.checkpoint
     damage = damage_in(path)
     files = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -58,7 +58,8 @@ def inspect(arguments: list[str]) -> int:
     return _DAMAGED if damage else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Build what reads the options."""
     parser = argparse.ArgumentParser(
         prog="lightning-parallel inspect",
         description="What a checkpoint holds, and whether it is intact; its tensors stay on the disk.",

@@ -19,6 +19,7 @@ usage: lightning-parallel COMMAND [options]
   launch --on CLUSTER ... -- fit    a script or manifest for torchrun, slurm or kubernetes
   strategies [NAME]                 the names that --strategy takes, and the options of each, or of one
   devices                           the accelerators of this machine
+  completion bash | zsh             a script by which that shell completes all of this
 
 lightning-parallel fit --help lists the options of a command, lightning-parallel --version the versions.
 """

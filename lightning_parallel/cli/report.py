@@ -23,7 +23,7 @@ def report(arguments: list[str]) -> int:
     Raises:
         ConfigurationError: If there are no logs, or no folder for the page.
     """
-    options = _parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     path: Path = options.out or options.folders[0] / "report.html"
     check(_violations(options.folders, path))
     runs = read_runs(options.folders)
@@ -34,7 +34,8 @@ def report(arguments: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Build what reads the options."""
     parser = argparse.ArgumentParser(
         prog="lightning-parallel report",
         description="Write a page of HTML from what CSV and TensorBoard loggers have written; runs are compared.",

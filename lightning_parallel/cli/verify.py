@@ -34,7 +34,7 @@ def verify(arguments: list[str]) -> int:
     Returns:
         The exit status: 0 if all that was compared is equal, 1 if something differs, 2 if the set-up is refused.
     """
-    options, recipe = _parser().parse_known_args(arguments)
+    options, recipe = build_parser().parse_known_args(arguments)
     check(_violations(options))
     with tempfile.TemporaryDirectory(prefix="lightning_parallel_verify_") as temporary:
         folder = Path(temporary)
@@ -52,7 +52,8 @@ def verify(arguments: list[str]) -> int:
         return _report(options, records, compare(records, reference, options.tolerance))
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Build what reads the options; those that it does not know are the recipe's."""
     parser = argparse.ArgumentParser(
         prog="lightning-parallel verify",
         description="Compare a recipe under its strategy with one process, on the CPU; the other options are fit's.",
