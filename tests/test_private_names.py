@@ -288,6 +288,8 @@ def assigned(owner: Any) -> frozenset[str]:
             tree = ast.parse(textwrap.dedent(inspect.getsource(each)))
         except (OSError, TypeError):  # written in C++
             continue
+        except SyntaxError:  # of torch.Tensor, Python 3.13 reads some lines of the module that exports it
+            continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 names.add(node.attr)

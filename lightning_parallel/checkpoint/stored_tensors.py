@@ -58,6 +58,8 @@ class StoredFolder(dcp.FileSystemReader):
 class _Unpickler(pickle.Unpickler):
     @override
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # as Python 3.13 writes it, and no other version reads it
+            module = "pathlib"
         is_known = module == _OF_METADATA or (module, name) in _CLASSES
         if is_known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)

@@ -139,6 +139,8 @@ class Before:
             if key is not None:
                 if isinstance(container, dict) or key < len(container):
                     container[key] = value
+                if place[1:] == (_BUFFER,):  # until now it may have been an attribute, which would hide the buffer
+                    self._containers.get(place[:1], {}).pop(key, None)
             elif (number := _index(container, before)) is not None:
                 container[number] = value
             elif _index(container, value) is None:

@@ -119,7 +119,10 @@ class StageBuffers:
     def _set(self, name: str, value: Tensor, is_persistent: bool | None) -> None:
         module, attribute = self._place(name)
         if is_persistent is not None and attribute not in module._buffers:
+            vars(module).pop(attribute, None)  # a plain tensor until this step, for which torch takes no buffer
             module.register_buffer(attribute, None, persistent=is_persistent)
+        elif is_persistent is False:  # put there with what else its layer has left, which says nothing of this
+            module._non_persistent_buffers_set.add(attribute)
         table: dict[str, Any] = vars(module) if is_persistent is None else module._buffers
         own = table.get(attribute)
         if own is None or is_placeholder(own) or own.shape != value.shape or own.dtype != value.dtype:

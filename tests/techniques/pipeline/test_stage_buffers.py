@@ -36,6 +36,27 @@ class Decays(Block):
         return super().forward(x)
 
 
+class Promotes(Block):
+    """Makes a buffer of its tensor in the step."""
+
+    persistent = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "peak" in vars(self):
+            peak = self.peak
+            del self.peak
+            self.register_buffer("peak", peak.clone(), persistent=self.persistent)
+        with torch.no_grad():
+            self.peak.fill_(self.mlp[0].out_features)
+        return super().forward(x)
+
+
+class PromotesUnsaved(Promotes):
+    """Makes one that is not saved."""
+
+    persistent = False
+
+
 class Registers(Deep):
     """Gives its layers a tensor in a hook, and itself a buffer that the step writes into."""
 
@@ -80,7 +101,12 @@ def kept(make: Any, strategy: str, num_ranks: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("name", "size"), NAMES)
 @pytest.mark.parametrize(
     ("layer", "hook", "is_buffer"),
-    [(Peaks, "on_fit_start", True), (Peaks, "on_train_start", True), (Decays, "on_fit_start", False)],
+    [
+        (Peaks, "on_fit_start", True),
+        (Peaks, "on_train_start", True),
+        (Decays, "on_fit_start", False),
+        (Promotes, "on_fit_start", False),
+    ],
 )
 def test_what_hooks_add_is_that_of_one_process(
     ranks: Any, name: str, size: int, layer: type[nn.Module], hook: str, is_buffer: bool
@@ -89,4 +115,5 @@ def test_what_hooks_add_is_that_of_one_process(
     expected = once(kept, make, "auto", 1)
     assert all(value > 0 for value in expected.values())
     for found in ranks(size).run(kept, make, name, size):
+        assert found.keys() == expected.keys()
         assert difference(found, expected) < TOLERANCE
