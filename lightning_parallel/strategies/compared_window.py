@@ -26,6 +26,7 @@ from lightning_parallel.strategies.compared_metrics import (
     states_of_metrics,
     synced_differences,
 )
+from lightning_parallel.strategies.compared_presence import presence_differences
 from lightning_parallel.strategies.plain_step import PlainSteps, StepValues, dense
 from lightning_parallel.strategies.rounding import explained_by_rounding
 
@@ -179,11 +180,11 @@ class ComparedWindow:
         self.num_gradients = sum(parameter.requires_grad for parameter in self.plain.module.parameters())
         if gone := [name for name, _ in self.plain.module.named_parameters() if name not in parameters]:
             return [f"a hook has tied or removed {first_of(gone)} since the module was made parallel; do it in setup"]
-        apart: list[str] = []
+        apart = [] if self.has_hook else _presence(self.plain, self._used, group)
         if self.has_hook or any(of_all_ranks(_look_different(self.plain, self._gradients, group, self.tolerance))):
             expected = self._gradients if self.has_hook else self.averaged(group)
             self.num_gradients = len(expected)
-            apart = self._unexplained(lambda name: whole_gradient(parameters[name]), expected)
+            apart += self._unexplained(lambda name: whole_gradient(parameters[name]), expected)
         self._gradients = {}
         found = [*self.hook_differences(), *apart]
         return [*found, *synced_differences(self.plain.originals, self.plain.module, group, self.tolerance)]
@@ -260,6 +261,12 @@ def whole_gradient(parameter: Tensor) -> Tensor:
     """The whole gradient, on every rank; zeros where there is none. A collective."""
     owners = stage_owners_of(parameter)
     return whole(torch.zeros_like(parameter) if parameter.grad is None else dense(parameter.grad), owners)
+
+
+def _presence(plain: PlainSteps, used: Collection[str], group: dist.ProcessGroup | None) -> list[str]:
+    trained = [name for name, parameter in plain.module.named_parameters() if parameter.requires_grad]
+    own = {name: parameter for name, parameter in plain.originals.named_parameters() if _is_here(parameter)}
+    return presence_differences(own, trained, used, plain.device, group)
 
 
 def _look_different(

@@ -125,3 +125,23 @@ class _WithWeights(nn.Module):
         self.seen += len(hidden) if self.training else 0
         hidden = self.block(hidden) * scale
         return hidden, hidden.sum(), (3, None)
+
+
+class CutGraph(GPT):
+    """Activations lose their graph before some of four blocks, as in training by local losses or of a new head."""
+
+    def __init__(self, places: tuple[int, ...]) -> None:
+        super().__init__(depth=4)
+        self.places = places
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for place, block in enumerate(self.blocks):
+            x = block(x.detach() if place in self.places else x)
+        return self.head(self.norm(x))
+
+
+class OfCutGraph(ByteGPT):
+    def __init__(self, *places: int) -> None:
+        super().__init__("adamw")
+        self.model = CutGraph(places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 from unittest import mock
@@ -16,6 +17,8 @@ from lightning_parallel.callbacks.trials import isolated
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.differences import Tolerance, gradient_differences, value_difference
 from lightning_parallel.module.layer_check import LayerCheck
+from lightning_parallel.strategies.first_step import FirstStep
+from lightning_parallel.techniques.pipeline.unused_inputs import UnusedInputs
 from tests.data import batches
 from tests.jobs.first_steps import compared, ends_before_an_update, fit, said
 from tests.models.cases import ByteGPT
@@ -32,6 +35,7 @@ from tests.models.faults import (
     WithDropout,
 )
 from tests.models.losses import OwnGenerator
+from tests.models.pipelined import OfCutGraph
 from tests.models.tables import MODULES
 from tests.models.unusual import SparseTable
 from tests.models.user_code import Adapted, AdaptedByList
@@ -186,6 +190,35 @@ def without_the_layer_check(strategy: str) -> str:
 
 def test_a_penalty_of_layers_ends_the_fit_without_the_check_of_layers(ranks: Any) -> None:
     assert "the loss is" in ranks(2).run(without_the_layer_check, "cp_custom")[0]
+
+
+def with_zeros_for_none(strategy: str) -> str:
+    """Stages are not told which of their results get no gradient, and so send zeros back."""
+    behind = UnusedInputs.behind
+    with mock.patch.object(UnusedInputs, "behind", lambda *args: [False for _ in behind(*args)]):
+        return ends_before_an_update(functools.partial(OfCutGraph, 3), strategy)
+
+
+def test_gradients_of_zeros_where_one_process_has_none_end_the_fit(ranks: Any) -> None:
+    """Weight decay would move what has them."""
+    found = ranks(2).run(with_zeros_for_none, "pp_custom")
+    assert "26 of 53 parameters have a gradient where one process has none: model." in found[0]
+
+
+def without_one_gradient(strategy: str) -> str:
+    before_update = FirstStep.before_update
+
+    def loses(self: FirstStep) -> None:
+        next(iter(self._strategy.module.parameters())).grad = None
+        before_update(self)
+
+    with mock.patch.object(FirstStep, "before_update", loses):
+        return ends_before_an_update(MODULES["byte_gpt"], strategy)
+
+
+def test_a_gradient_that_is_lost_ends_the_fit(ranks: Any) -> None:
+    found = ranks(2).run(without_one_gradient, "ddp_custom")
+    assert "1 of 41 parameters have no gradient where one process has one: model.tokens.weight" in found[0]
 
 
 def without_reducing(strategy: str) -> str:

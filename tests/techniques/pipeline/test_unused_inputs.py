@@ -10,28 +10,9 @@ from torch import Tensor
 from lightning_parallel import ConfigurationError
 from tests.data import batches
 from tests.models.cases import GPT, Block, ByteGPT
+from tests.models.pipelined import OfCutGraph
 from tests.parity import TOLERANCE, largest, once, train_module, worst
 from tests.rank_pool import RankError
-
-
-class CutGraph(GPT):
-    """Activations lose their graph before some of four blocks, as in training by local losses or of a new head."""
-
-    def __init__(self, places: tuple[int, ...]) -> None:
-        super().__init__(depth=4)
-        self.places = places
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        for place, block in enumerate(self.blocks):
-            x = block(x.detach() if place in self.places else x)
-        return self.head(self.norm(x))
-
-
-class OfCutGraph(ByteGPT):
-    def __init__(self, *places: int) -> None:
-        super().__init__("adamw")
-        self.model = CutGraph(places)
 
 
 class Deciding(Block):
