@@ -39,8 +39,8 @@ PUBLISHED = (
         {16: 46037, 32: 45130, 64: 44402},
     ),
     Published(
-        "DDP, 8 to 256 H100",
-        "Hugging Face, The Ultra-Scale Playbook (2025), scaling of data parallelism",
+        "DDP, 8 to 256 GPUs",
+        "Hugging Face, The Ultra-Scale Playbook (2025), scaling of data parallelism, the same memory each",
         {8: 40149.94, 16: 37609.69, 32: 35367.61, 64: 31112.23, 128: 26446.44, 256: 15700.38},
     ),
 )
