@@ -107,13 +107,13 @@ class Steps(StepHooks):
     def begin(self) -> None:
         """Call it before a training step, and before a loop without training. A collective.
 
-        It gives every rank the buffers of rank 0, or of the first rank of its stage, and forgets the sequence lengths
-        of the last step.
+        It gives every rank the buffers of rank 0, or of the first rank of its stage.
         """
         self.order.begin()
         for lengths in self._lengths:
             lengths.forget()
         self._buffers.synchronize()
+        self._writes.begin()
 
     meets_in_steps = True
 
@@ -148,6 +148,7 @@ class Steps(StepHooks):
     @override
     def after_forward(self) -> None:
         self._check_sequences()
+        self._writes.keep_trained()
         self._unused.watch()
         # Under manual optimization the step has ended, and its last forward may have had no backward: hooks would find
         # gathered values, rounded to the dtype of computing, and lose what they write into them.
@@ -177,14 +178,14 @@ class Steps(StepHooks):
         self._check_sequences()  # under manual optimization, `after_forward` comes only when the step has ended
         if not self._frees_before_backward:
             self._writes.keep()
+        self._writes.keep_trained_until(loss)
         self._unused.watch()
         if self._reduction.is_first:
             # Zeros of `zero_grad(set_to_none=False)` stay gradients, as in one process. In later microsteps, zeros may
             # be those that replace missing gradients.
             self._unused.keep_present()
         self._reduction.before_backward()
-        # At the end of backward and not in `after_backward`, before which Lightning calls the hook `on_after_backward`:
-        # it finds averaged gradients.
+        # At the end of backward: the hook `on_after_backward` comes before `after_backward`, and finds averaged ones.
         if self._averaged and loss.requires_grad and not self._reduction.is_held:
             _torch.autograd.after_backward(loss, self._average)
         _torch.whole_operands.pause()
@@ -199,8 +200,7 @@ class Steps(StepHooks):
             self._unused.settle()
         self._reduction.after_backward()
         self._writes.after_backward()
-        # The next forward may belong to another optimizer, with parameters frozen that this one trains. Only gathering
-        # takes over `requires_grad` from the shards.
+        # The next forward may be that of another optimizer, which trains others: gathering takes that from the shards.
         if self._is_manual:
             self.free_gathered()
 
@@ -256,6 +256,7 @@ class PipelinedSteps(Steps):
 
     def before_microbatch_backward(self) -> None:
         """Call it before the backward of each microbatch."""
+        self._writes.keep_trained()
         self._unused.watch()
         self._reduction.before_backward()
         self._reduction.hold_microbatches()

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+_gathered: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Shard -> torch's record of its parameter, of those that `gathered_of` has returned."""
 
 
 def parameter_groups(unit: FSDPModule) -> list[Any]:
@@ -47,6 +51,17 @@ def gathered_parameters(unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
                 yield parameter.sharded_param, parameter._unsharded_param
 
 
+def train_gathered(shard: Tensor) -> None:
+    """Let the gathered form of a shard be trained if the shard is, where it is gathered now.
+
+    Args:
+        shard: Any DTensor; what is no shard of a unit is left.
+    """
+    parameter = _gathered.get(shard)
+    if parameter is not None and parameter.sharded_state.name == "UNSHARDED":
+        parameter._unsharded_param.requires_grad_(shard.requires_grad)
+
+
 class GatheredParameter:
     """A parameter of a unit, and what a step has written into its gathered form.
 
@@ -60,6 +75,24 @@ class GatheredParameter:
     def __init__(self, parameter: Any) -> None:
         self._parameter = parameter
         self._version: int | None = None
+        self._is_trained = True
+
+    def note_trained(self) -> None:
+        """Note whether the shard is trained, before a step."""
+        self._is_trained = self._parameter.sharded_param.requires_grad
+
+    def keep_trained(self) -> None:
+        """Train both forms or none, as code since the last call has set `requires_grad` of what it found.
+
+        torch takes it over from the shard when it gathers; what is set while the parameter is gathered, it forgets.
+        """
+        shard: Tensor = self._parameter.sharded_param
+        whole: Tensor | None = getattr(self._parameter, "_unsharded_param", None)
+        if whole is not None and self.is_gathered and whole.requires_grad != self._is_trained:
+            shard.requires_grad_(whole.requires_grad)
+        self._is_trained = shard.requires_grad
+        if whole is not None:
+            whole.requires_grad_(self._is_trained)
 
     @property
     def place(self) -> tuple[nn.Module, str]:
@@ -147,7 +180,9 @@ class GatheredParameter:
 def gathered_of(unit: nn.Module) -> list[GatheredParameter]:
     """The parameters of `unit`, in an order that all ranks share."""
     assert isinstance(unit, FSDPModule)
-    return [GatheredParameter(parameter) for group in parameter_groups(unit) for parameter in group.fsdp_params]
+    found = [parameter for group in parameter_groups(unit) for parameter in group.fsdp_params]
+    _gathered.update((parameter.sharded_param, parameter) for parameter in found)
+    return [GatheredParameter(parameter) for parameter in found]
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_parallel._torch import host_reads
+from lightning_parallel._torch import host_reads, unit_parameters
 
 _TORCH = torch._C._disabled_torch_function_impl
 _installed: list[Any] = []
@@ -23,6 +23,7 @@ _SEEN = "_lightning_parallel_seen"
 _LEFT = frozenset({"__get__", "__delete__", "backward", "grad", "equal", "detach", "requires_grad_"})
 """Functions that compute nothing with values, or that need the very tensors they are given, as do those of lists, whose
 names begin with an underscore."""
+_SET_TRAINED = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _TRANSPOSING = frozenset({"t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_", "resize_"})
 _BY_PARTS = frozenset(
     {"abs", "clone", "isfinite", "max", "mean", "min", "mul", "norm", "pow", "square", "sum", "to", "vector_norm"}
@@ -66,8 +67,14 @@ def operands_made_whole(
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
         is_left = name in _LEFT or (name.startswith("_") and not name.startswith("__"))
         if is_left or torch.compiler.is_compiling() or _is_internal(inspect.currentframe()) or not is_active():
-            return _plainly(function, args, kwargs)
-        return _Call(function, name, args, kwargs, whole, part).result()
+            result = _plainly(function, args, kwargs)
+        else:
+            result = _Call(function, name, args, kwargs, whole, part).result()
+        # Through a reference from before the step, such as those in optimizers, while the gathered form is computed
+        # with.
+        if name == "requires_grad_" or function is _SET_TRAINED:
+            unit_parameters.train_gathered(args[0])
+        return result
 
     _installed.append(classmethod(called))
     resume()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import CellType, FunctionType
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.module.object_state import CONTAINERS
 from lightning_parallel.module.placeholders import is_placeholder
+from lightning_parallel.ranks.dtensors import local_of
 
 _VALUES = (bool, int, float, str, type(None))
 _PLAIN = (*_VALUES, *CONTAINERS)
@@ -60,6 +61,7 @@ class PlainCopy:
         for child in self._copy.modules():
             _rebind_functions(child, memo)
         self._noted: dict[str, dict[str, Any]] = {}
+        self._norms: dict[str, float] = {}
 
     @property
     def module(self) -> nn.Module:
@@ -67,11 +69,19 @@ class PlainCopy:
         return self._copy
 
     def note(self, module: nn.Module) -> None:
-        """Note the attributes of `module` once it is parallel: what changes from here on, the user's hooks change."""
+        """Note the attributes of `module`, once it is parallel and behind a step: from here on, hooks change them."""
         self._noted = {path: dict(_plain_attributes(child)) for path, child in module.named_modules()}
 
+    def note_values(self, module: nn.Module) -> None:
+        """Note the values of tensors, so that `changed` can tell which of them hooks write."""
+        self._norms = _norms(module)
+
+    def changed(self, module: nn.Module) -> list[str]:
+        """Names of parameters and buffers that have other values on this rank than `note_values` has seen."""
+        return [name for name, norm in _norms(module).items() if norm != self._norms.get(name)]
+
     def follow(self, module: nn.Module) -> None:
-        """Give the copy the attributes that `module` has now. No collective: another rank may have other ones.
+        """Give the copy the attributes that `module` has now, and train the same parameters. No collective.
 
         Args:
             module: The module, parallel by now.
@@ -86,14 +96,20 @@ class PlainCopy:
             raise NotCopyableError(f"hooks have given it other tensors since it was set up: {', '.join(names[:4])}")
         for path, child in module.named_modules():
             self._copy.get_submodule(path).training = child.training
+        for name, target in own.items():
+            if target.requires_grad != theirs[name].requires_grad:
+                target.requires_grad_(theirs[name].requires_grad)
 
     @torch.no_grad()
-    def fill(self, module: nn.Module, whole: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    def fill(
+        self, module: nn.Module, whole: Callable[[str, Tensor], Tensor], names: Collection[str] | None = None
+    ) -> nn.Module:
         """Give the copy the numbers that `module` has now. A collective where these are sharded.
 
         Args:
             module: The module, which the copy follows.
             whole: From the name of a parameter or buffer, and what the module holds, to the whole tensor.
+            names: Those to be filled, the same on all ranks; ``None`` for all.
 
         Raises:
             Exception: The first error in making a tensor, such as of a full memory, after the last collective.
@@ -101,7 +117,7 @@ class PlainCopy:
         theirs, filled = _tensors(module), set()
         failed: Exception | None = None
         for name, target in _tensors(self._copy).items():
-            if id(target) in filled:
+            if id(target) in filled or (names is not None and name not in names):
                 continue
             filled.add(id(target))
             value = whole(name, theirs[name]).detach()
@@ -198,6 +214,17 @@ def _leaves(value: Any) -> list[Any]:
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     """Name -> parameter or buffer, under every name that it has."""
     return dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+
+
+@torch.no_grad()
+def _norms(module: nn.Module) -> dict[str, float]:
+    """Name -> the norm of what this rank has of a parameter or buffer, as it was rounded."""
+    held = {name: local_of(each) for name, each in _tensors(module).items() if not is_placeholder(each)}
+    numbers = {
+        name: each if each.is_floating_point() or each.is_complex() else each.double() for name, each in held.items()
+    }
+    norms = {name: torch.linalg.vector_norm(each) for name, each in numbers.items() if not each.is_meta}
+    return {name: float(norm) for name, norm in norms.items()}
 
 
 def _submodule(module: nn.Module, path: str) -> nn.Module | None:

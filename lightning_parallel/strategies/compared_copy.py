@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -20,6 +20,7 @@ from lightning_parallel.checkpoint.full_state import whole
 from lightning_parallel.module.differences import Tolerance
 from lightning_parallel.module.plain_copy import NotCopyableError, PlainCopy
 from lightning_parallel.module.short_stacks import ShortStacks
+from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.ranks.stage_owners import all_stage_owners
 from lightning_parallel.strategies.compared_strategy import ComparedStrategy, shortened, tolerance_of, unsupported
 from lightning_parallel.strategies.compared_window import ComparedWindow
@@ -71,6 +72,24 @@ class ComparedCopy:
             return str(error)
         return ""
 
+    def note_step(self) -> None:
+        """Note what the module has behind a step, where another one of the same window may follow."""
+        module = self.strategy.module
+        self.plain.note(module)
+        if module.trainer.accumulate_grad_batches > 1 or not module.automatic_optimization:
+            self.plain.note_values(module)
+
+    def follow_values(self) -> bool:
+        """Give the copy the tensors that hooks have written since the last step of the window. A collective.
+
+        Returns:
+            That it has them.
+        """
+        changed = of_all_ranks(self.plain.changed(self.strategy.module))
+        if names := {name for each in changed for name in each}:
+            self._fill(names)
+        return True
+
     @contextmanager
     def shortened(self) -> Iterator[None]:
         """Inside this context, the module and its copy have fewer layers."""
@@ -85,15 +104,19 @@ class ComparedCopy:
             finest: The least precision to expect.
         """
         strategy, module = self.strategy, self.strategy.module
-        owners = all_stage_owners(module)
-        plain = self.plain.fill(module, lambda name, tensor: whole(tensor, owners.get(name)))
-        assert isinstance(plain, LightningModule)
+        plain = self._fill()
         _make_ready(plain, strategy)
         steps = PlainSteps(module, plain, module.trainer, strategy.root_device, data_group(strategy))
         tolerance = Tolerance(max(tolerance_of(strategy).precision, finest))
         if not module.automatic_optimization:
             return ManualWindow(steps, tolerance)
         return ComparedWindow(steps, tolerance, layers=str(self.short or ""))
+
+    def _fill(self, names: Collection[str] | None = None) -> LightningModule:
+        owners = all_stage_owners(self.strategy.module)
+        plain = self.plain.fill(self.strategy.module, lambda name, tensor: whole(tensor, owners.get(name)), names)
+        assert isinstance(plain, LightningModule)
+        return plain
 
 
 def copy_of(strategy: ComparedStrategy, trainer: Trainer, *, may_leave_out: bool) -> tuple[ComparedCopy | None, str]:

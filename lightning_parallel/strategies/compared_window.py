@@ -177,7 +177,7 @@ class ComparedWindow:
             group: The ranks that read different samples; ``None`` for one process.
         """
         parameters = dict(self.plain.originals.named_parameters())
-        self.num_gradients = sum(parameter.requires_grad for parameter in self.plain.module.parameters())
+        self.num_gradients = len(self.plain.trained())
         if gone := [name for name, _ in self.plain.module.named_parameters() if name not in parameters]:
             return [f"a hook has tied or removed {first_of(gone)} since the module was made parallel; do it in setup"]
         apart = [] if self.has_hook else _presence(self.plain, self._used, group)
@@ -196,14 +196,13 @@ class ComparedWindow:
             group: Those ranks; ``None`` for one process.
         """
         size, result = 1 if group is None else group.size(), {}
-        for name, parameter in self.plain.module.named_parameters():
-            if parameter.requires_grad:
-                gradient = self._gradients.pop(name, None)
-                gradient = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
-                if size > 1:
-                    dist.all_reduce(gradient, group=group)
-                    gradient /= size
-                result[name] = gradient
+        for name, parameter in self.plain.trained().items():
+            gradient = self._gradients.pop(name, None)
+            gradient = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
+            if size > 1:
+                dist.all_reduce(gradient, group=group)
+                gradient /= size
+            result[name] = gradient
         return self.plain.after_backward(result)
 
     def gradient_differences(self, ours: Callable[[str], Tensor], expected: Mapping[str, Tensor]) -> list[str]:
@@ -264,9 +263,8 @@ def whole_gradient(parameter: Tensor) -> Tensor:
 
 
 def _presence(plain: PlainSteps, used: Collection[str], group: dist.ProcessGroup | None) -> list[str]:
-    trained = [name for name, parameter in plain.module.named_parameters() if parameter.requires_grad]
     own = {name: parameter for name, parameter in plain.originals.named_parameters() if _is_here(parameter)}
-    return presence_differences(own, trained, used, plain.device, group)
+    return presence_differences(own, list(plain.trained()), used, plain.device, group)
 
 
 def _look_different(
@@ -281,7 +279,7 @@ def _look_different(
         tolerance: How far they may be apart.
     """
     sketches = Sketches(plain.device)
-    trained = {name: parameter for name, parameter in plain.module.named_parameters() if parameter.requires_grad}
+    trained = plain.trained()
     expected = sketches.averaged(sketches.of(gradients, trained), group)
     own = {name: each for name, each in plain.originals.named_parameters() if name in trained and _is_here(each)}
     ours = {name: dense(each.grad) for name, each in own.items() if each.grad is not None}

@@ -178,13 +178,14 @@ class DDPStrategy(LockStepStrategy):
         is_off = self._ddp_options["static_graph"] or races_with_search(self._comm_hook, self.chosen_backend())
         return False if is_off else None
 
-    def _wrap(self, module: LightningModule, find_unused: bool) -> DistributedDataParallel:
+    def _wrap(self, module: LightningModule, find_unused: bool, is_synced: bool) -> DistributedDataParallel:
         wrapped = DistributedDataParallel(
             module,
             # Lightning moves batches. With a device, DDP would move again what a user has left on the host, and raise
             # for a `defaultdict`.
             device_ids=None,
             find_unused_parameters=find_unused,
+            init_sync=not is_synced,
             **self._ddp_options,  # type: ignore[arg-type]
         )
         register_comm_hook(wrapped, self._comm_hook, powersgd_rank=self._powersgd_rank)

@@ -37,7 +37,8 @@ class DDPSteps(StepHooks):
     Args:
         policies: The rules.
         module: The user's module.
-        wrap: Wraps it; told whether to look for unused parameters in each step. A collective.
+        wrap: Wraps it; told whether to look for unused parameters in each step, and whether all ranks have the same
+            values already. A collective.
         set_model: Takes what Lightning is to call: the wrapped module, or the module itself.
         find_unused: Whether to look; ``None`` if the first step is to decide.
         tell: Called with a sentence for the user.
@@ -48,7 +49,7 @@ class DDPSteps(StepHooks):
         policies: Policies,
         module: LightningModule,
         *,
-        wrap: Callable[[LightningModule, bool], DistributedDataParallel],
+        wrap: Callable[[LightningModule, bool, bool], DistributedDataParallel],
         set_model: Callable[[nn.Module], None],
         find_unused: bool | None,
         tell: Callable[[str], None],
@@ -60,11 +61,11 @@ class DDPSteps(StepHooks):
         self._writes = ReplicaWrites(module)
         self._has_own_forward = "forward" in vars(module)
         self._own_backward = vars(module).get("backward")
-        self._wrap_again()
+        self._wrap_again(is_synced=False)
 
-    def _wrap_again(self) -> None:
+    def _wrap_again(self, *, is_synced: bool) -> None:
         self._set_model(self._module)
-        self._wrapped = self._wrap(self._module, self._finds)
+        self._wrapped = self._wrap(self._module, self._finds, is_synced)
         self._named = {name: p for name, p in self._module.named_parameters() if p.requires_grad}  # DDP's order
         self._reduced = _trainable(self._module)
         self._views = BucketViews(list(self._named.values() if self._wrapped.gradient_as_bucket_view else ()))
@@ -90,7 +91,7 @@ class DDPSteps(StepHooks):
             # DDP reduces the parameters that were trainable when it was made, and waits for all of them. The new one
             # would not reduce gradients held for parameters that are frozen now, so they are reduced before.
             self.before_update()
-            self._wrap_again()
+            self._wrap_again(is_synced=False)
         self._writes.note()
 
     @override
@@ -108,20 +109,30 @@ class DDPSteps(StepHooks):
         self._writes.check()
         self._views.put_back()
         if loss.requires_grad:
-            _torch.autograd.after_backward(loss, self._views.note)
+            _torch.autograd.after_backward(loss, lambda: self._views.note())
         # DDP prepares its reducer at the end of forward, which under manual optimization comes after backward.
         if not self._module.automatic_optimization:
             prepare_for_backward(self._wrapped, loss)
-        elif self._reduced and not self._finds and not self._window.is_held:
+        elif self._reduced and not self._window.is_held:
             # For this once: a module that had it all the time could be neither copied nor pickled.
             vars(self._module)["backward"] = functools.partial(self._backward, self._module.backward)
 
-    def _backward(self, backward: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _backward(self, backward: Callable[..., None], loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """A backward after which it is looked at what it leaves out, or refused. A collective.
 
-        That is before the hook `on_after_backward`, in which ranks may meet.
+        That is behind the hook `on_before_backward`, in which parameters may be frozen, and before `on_after_backward`,
+        in which ranks may meet.
         """
         self._watch_no_more()
+        if _trainable(self._module) != self._reduced:
+            # The step has frozen or thawed some, and DDP would hand out zeros for these, or not reduce those.
+            self.before_update()
+            self._wrap_again(is_synced=True)  # writing into parameters now would break the graph
+            prepare_for_backward(self._wrapped, loss)
+        backward = functools.partial(backward, loss)
+        if self._finds:
+            backward(*args, **kwargs)
+            return
         if not self._looks:
             backward(*args, **kwargs)
             self._check_reduced()

@@ -86,8 +86,7 @@ class FirstStep:
         if self._check == "off" or not is_fitting or is_reference(strategy) or trainer.ckpt_path is not None:
             return
         self._copy, reason = copy_of(strategy, trainer, may_leave_out=self._check == "auto")
-        if self._agree(reason):
-            self._layers = layers_with_parts(strategy)
+        self._layers = layers_with_parts(strategy) if self._agree(reason) else ()
 
     def _agree(self, reason: str) -> bool:
         """Whether no rank has a `reason` not to compare; else none does, as comparing is a collective. One itself."""
@@ -124,23 +123,24 @@ class FirstStep:
             trial = TrialStep(self._strategy, step, self._agree)
             with copy.shortened(), trial.undone(), suppress(NotTriedError):
                 if self._has_plain_step(copy, args, kwargs):
-                    trial.run_backward(self._run_compared(trial.run, args, kwargs))
+                    trial.run_backward(self._run_compared(copy, trial.run, args, kwargs))
                     self.before_update()
             self.end()
         elif self._has_plain_step(copy, args, kwargs):
-            return self._run_compared(step, args, kwargs)
+            return self._run_compared(copy, step, args, kwargs)
         return step(*args, **kwargs)
 
-    def _run_compared(self, step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run_compared(self, copy: ComparedCopy, step: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
         """Run a step, and compare what it returns and logs."""
-        assert self._window is not None
         window, strategy, values = self._window, self._strategy, StepValues()
+        assert window is not None
         window.ours, window.state = values, RandomState.take(strategy.root_device)
         is_seen = strategy.reduce_boolean_decision(not window.plain.draws and not window.layers)
         with values.of(strategy.module, passes_on=True), alike_layers_trusted(trusted=is_seen):
             output = step(*args, **kwargs)
         values.take_loss(output)
         values.take_metrics(strategy.module)
+        copy.note_step()
         if isinstance(window, ManualWindow):
             self._end_manual(window)
             return output
@@ -175,8 +175,8 @@ class FirstStep:
         return nullcontext() if self._window is None else self._window.held()
 
     def _is_followed(self, copy: ComparedCopy, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether the copy has what the module has now, on all ranks. A collective at the begin of the window."""
-        return self._window is not None or self._agree(copy.follow(args, kwargs))
+        """Whether the copy has what the module has now, on all ranks. A collective."""
+        return self._agree(copy.follow(args, kwargs)) and (self._window is None or copy.follow_values())
 
     def _has_plain_step(self, copy: ComparedCopy, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Run the step on the copy. False if some rank could not. A collective."""

@@ -56,7 +56,7 @@ class ManualWindow(ComparedWindow):
         self.num_backwards += 1
         factor = self._factor
         self._factors.append(float(factor) if not isinstance(factor, Tensor) or factor.numel() == 1 else math.nan)
-        names = [name for name, parameter in self.plain.module.named_parameters() if parameter.requires_grad]
+        names = list(self.plain.trained())
         parameters = dict(self.plain.originals.named_parameters())
         self._noted = None if self._is_held else {name: whole_gradient(parameters[name]).clone() for name in names}
 

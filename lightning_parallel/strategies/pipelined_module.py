@@ -166,7 +166,7 @@ class PipelinedModule:
     def _train(self, batch: CutBatch) -> Any:
         scale, weights = self._loss_scale(), self._steps.microbatch_weights
         losses = StepLosses(scale, 1 if batch.joins else len(batch.parts), weights)
-        with GradientsOfStep([p for p in self._module.parameters() if p.requires_grad]) as gradients:
+        with GradientsOfStep(list(self._module.parameters())) as gradients:  # the step may thaw some
             plan, count = self._cut.plan, len(batch.parts)
             actions = training_actions(plan.policy, plan.stages, count, self._rank, joins=batch.joins)
             output = self._cut_steps[TRAINING].execute(actions, batch, losses)

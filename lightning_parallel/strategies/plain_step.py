@@ -132,6 +132,7 @@ class PlainSteps:
         """Whether a step has drawn random numbers."""
         self.in_hooks = StepValues()
         """The values that hooks around the last backward have logged."""
+        self._trained: set[str] = set()
         self.failure = ""
         """The error of a hook behind backward, which may take the gradients of shards for granted; empty without."""
         is_manual = not module.automatic_optimization
@@ -154,11 +155,18 @@ class PlainSteps:
         self._before, self._given = KeptState(self.module), copy.deepcopy((args, kwargs))
         with self._alone(), self._apart():
             if self._optimizers is not None:
-                return self._run_to_update(self._optimizers, args, kwargs)
-            values, loss = self._forward(args, kwargs)
-            if loss is not None:
-                self._backward(loss)
-        return values, self.take_gradients()
+                values, gradients = self._run_to_update(self._optimizers, args, kwargs)
+            else:
+                values, loss = self._forward(args, kwargs)
+                if loss is not None:
+                    self._backward(loss)
+                gradients = self.take_gradients()
+        self._trained |= {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        return values, gradients
+
+    def trained(self) -> dict[str, Tensor]:
+        """The parameters, by their first names, that some step so far has trained: a step may freeze others."""
+        return {name: each for name, each in self.module.named_parameters() if name in self._trained}
 
     @property
     def given(self) -> tuple[Sequence[Any], dict[str, Any]]:

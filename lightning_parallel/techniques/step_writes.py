@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
@@ -36,6 +36,7 @@ class StepWrites:
 
     Example:
         >>> writes = StepWrites(module, units, group)
+        >>> writes.begin()
         >>> writes.keep()  # between each forward and its backward
         >>> writes.after_backward()
     """
@@ -48,6 +49,22 @@ class StepWrites:
         self._known: set[int] = set()
         self._stale: list[FSDPModule] = []
         self._drops = False
+
+    def begin(self) -> None:
+        """Note which parameters are trained. Call it before a step."""
+        for each, _ in self._parameters:
+            each.note_trained()
+
+    def keep_trained(self) -> None:
+        """Bring to the shards what a step has frozen or thawed while it was gathered. Call it behind a forward."""
+        for each, _ in self._parameters:
+            each.keep_trained()
+
+    def keep_trained_until(self, loss: Tensor) -> None:
+        """As `keep_trained`, also for what hooks set before the backward through `loss` begins."""
+        self.keep_trained()
+        if loss.grad_fn is not None:
+            loss.grad_fn.register_prehook(lambda _: self.keep_trained())
 
     def keep(self) -> None:
         """Bring writes to the shards. Call it between forward and backward, on all ranks; a collective where it looks.

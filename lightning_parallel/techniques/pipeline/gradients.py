@@ -62,7 +62,7 @@ class GradientsOfStep:
             change = factor / scale
             is_one = change.device.type == "cpu" and float(change) == 1.0  # asking a GPU costs more than multiplying
             for parameter, gradient in zip(self._parameters, self._new, strict=True):
-                if gradient is not None:
+                if gradient is not None and parameter.requires_grad:  # a hook may have frozen it since
                     new = gradient if is_one else gradient.mul_(change.to(gradient.dtype))
                     parameter.grad = new if parameter.grad is None else parameter.grad.add_(new)
 
