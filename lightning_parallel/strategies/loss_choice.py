@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -190,7 +191,8 @@ class LossChoice:
         actions = evaluation_actions(self._cut.plan.stages, len(batch.parts), self._cut.group.rank(), joins=True)
         # A compiler would make graphs without gradients, which training never uses, and which count to its limit.
         as_written = torch.compiler.set_stance("force_eager")
-        with as_written, unchanged_generators(self._device), unchanged(self._module), torch.no_grad():
+        quiet = warnings.catch_warnings(action="ignore")  # such as that of a checkpoint, which misses gradients here
+        with quiet, as_written, unchanged_generators(self._device), unchanged(self._module), torch.no_grad():
             step.execution(forward, join).run(actions)
         self._steps.free_gathered()  # gradients of the step are kept by its parameters: those of the shards
         self._steps.order.begin()  # a trial that fails on one rank calls fewer layers there

@@ -40,7 +40,10 @@ def adopt_optimizers(
             their gradients, and the ranks would drift apart.
     """
     if replaced:
-        found = [_UNSHARDABLE[type(o)] for o in optimizers if type(o) in _UNSHARDABLE]
+        are_shards = any(isinstance(tensor, DTensor) for tensor in replaced.values())
+        found = [
+            _UNSHARDABLE[type(o)] for o in optimizers if type(o) in _UNSHARDABLE and (are_shards or not _is_alone(o))
+        ]
         check([*found, *(_SHARDS_ITSELF for optimizer in optimizers if shards_itself(optimizer))])
     for optimizer in optimizers:
         make_optimizer_sharded(optimizer, replaced or {})
@@ -48,6 +51,11 @@ def adopt_optimizers(
     for optimizer in optimizers:
         if not is_elementwise(optimizer):
             _separate_mixed_groups(optimizer)
+
+
+def _is_alone(optimizer: Optimizer) -> bool:
+    """Whether it updates whole parameters one by one, so that each pipeline stage can update its own."""
+    return type(optimizer) is Adafactor
 
 
 def tell_missing_states(optimizers: Sequence[Optimizer], states: Sequence[object]) -> None:

@@ -174,6 +174,45 @@ class Refining(Deep):
         return next_token_loss(self.model.head(self.model.norm(hidden)), tokens)
 
 
+class HardExperts(nn.Module):
+    """Each token goes to one expert, which is given its tokens only: shapes depend on values."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 3)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weight, chosen = self.gate(tokens).softmax(-1).max(-1)
+        result = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().squeeze(-1)
+            result = result.index_add(0, rows, expert(tokens[rows]) * weight[rows, None])
+        return result.view_as(x)
+
+
+class Routing(Deep):
+    """Layers that look at what they compute."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        for block in self.model.blocks:
+            block.mlp = HardExperts()
+
+
+class LookingBetween(Deep):
+    """The step looks at hidden states between two layers."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        hidden = self.model.tokens(tokens)
+        for number, block in enumerate(self.model.blocks):
+            hidden = block(hidden)
+            if number == 1 and hidden.norm() > 1:
+                hidden = hidden / hidden.norm()
+        return next_token_loss(self.model.head(self.model.norm(hidden)), tokens)
+
+
 class Sampling(Deep):
     """Samples from the model in hooks and in evaluation, one token after the other."""
 
@@ -217,5 +256,7 @@ TURNS: dict[str, type[Case]] = {
     "adversarial": Adversarial,
     "siamese": Siamese,
     "refining": Refining,
+    "routing": Routing,
+    "looking between": LookingBetween,
 }
 """Modules whose steps equal those of one process to the last bits."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
+from lightning_parallel import full_state_dict
 from tests.data import batches
 from tests.models.cases import ByteGPT
 from tests.models.optimizers import Preconditioned, Thaw
 from tests.names import num_readers
-from tests.parity import TOLERANCE, Outcome, once, train_module, worst
+from tests.parity import TOLERANCE, Outcome, Recorder, difference, once, train_module, trainer_for, worst
 
 
 def preconditioned(strategy: str, num_ranks: int) -> Outcome:
@@ -37,6 +40,37 @@ def test_an_optimizer_that_meets_shards_is_told_so(ranks: Any, name: str) -> Non
         assert "optimizers.py:" in said
         assert "Use zero1_custom" in said
         assert "gradient_clip_val" not in said  # it is no loss that reads them
+
+
+def factored(strategy: str, num_ranks: int, file: str, resumed: str = "") -> Outcome:
+    """An epoch, or the second one from a checkpoint; the optimizer keeps means of rows and of columns."""
+
+    def make() -> ByteGPT:
+        module = ByteGPT()
+        module.configure_optimizers = lambda: torch.optim.Adafactor(  # type: ignore[method-assign]
+            module.parameters(), lr=1e-3
+        )
+        return module
+
+    L.seed_everything(3, verbose=False)
+    trainer = trainer_for(strategy, num_ranks, max_epochs=2 if resumed else 1, callbacks=[recorder := Recorder()])
+    trainer.fit(make(), batches("byte_gpt", 1, 3), ckpt_path=resumed or None)
+    trainer.save_checkpoint(file)
+    recorder.outcome.final = full_state_dict(trainer)
+    return recorder.outcome
+
+
+def test_each_stage_updates_its_parameters_by_adafactor(ranks: Any, tmp_path: Path) -> None:
+    """A matrix is whole on its stage; the checkpoint has the means of all of them, for one process, too."""
+    one, two, later = (str(tmp_path / name) for name in ("one.ckpt", "two.ckpt", "later.ckpt"))
+    assert worst(ranks(2).run(factored, "pp_custom", 2, two)[0], factored("auto", 1, one)) < TOLERANCE
+    states = [torch.load(file, weights_only=True)["optimizer_states"][0]["state"] for file in (one, two)]
+    assert states[0].keys() == states[1].keys()
+    for number, entries in states[0].items():
+        assert difference(states[1][number], entries) < TOLERANCE
+    again = factored("auto", 1, later, one)
+    assert worst(ranks(2).run(factored, "pp_custom", 2, later, two)[0], again) < TOLERANCE
+    assert worst(factored("auto", 1, later, two), again) < TOLERANCE
 
 
 def thawing(strategy: str, num_ranks: int) -> Outcome:

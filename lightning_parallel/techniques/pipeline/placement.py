@@ -27,7 +27,7 @@ from lightning_parallel.module.placeholders import (
 )
 from lightning_parallel.ranks.stage_owners import StageOwners
 from lightning_parallel.techniques.pipeline.layer_router import LayerRouter, StageExit
-from lightning_parallel.techniques.pipeline.routing_refusals import writing
+from lightning_parallel.techniques.pipeline.routing_refusals import reading, writing
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
 from lightning_parallel.techniques.pipeline.side_inputs import Traced
@@ -242,8 +242,9 @@ def _reading_ends_it(router: LayerRouter) -> Iterator[None]:
         if is_refused or router.position < router.plan.num_layers - 1:
             # Torch's words for `torch.autograd.grad` of a placeholder, which has no graph.
             check([_GRADIENTS] if "require grad" in str(error) else [])
-            if isinstance(error, PlaceholderWriteError):
-                raise DisorderError([writing("the step")]) from error
+            if isinstance(error, PlaceholderReadError):
+                is_written = isinstance(error, PlaceholderWriteError)
+                raise DisorderError([writing("the step") if is_written else reading(str(error))]) from error
             raise
         raise _ReadError from None
 

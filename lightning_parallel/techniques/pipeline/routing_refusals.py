@@ -102,3 +102,13 @@ def writing(where: str) -> str:
         f"{where} writes what it computes into a tensor that was there before, as a spectral norm or a running maximum "
         "does, and would do so for each microbatch; give schedule='turns' or pipeline=1"
     )
+
+
+def reading(refusal: str) -> str:
+    """Say that code before the end of the last layer looks at values, as a mixture of experts may.
+
+    Args:
+        refusal: The refusal of a placeholder that was read.
+    """
+    read = refusal.partition(" needs ")[0]
+    return f"{read} needs a value that a layer computes, before the last layer; give schedule='turns' or pipeline=1"

@@ -203,6 +203,14 @@ def test_a_line_says_so(ranks: Any) -> None:
     assert "take turns from here on" in said
 
 
+def test_a_line_says_what_needs_a_value(ranks: Any) -> None:
+    said = ranks(2).run(words_of, turns.Routing, "pp_custom", 2)[0]
+    assert "nonzero at " in said
+    assert "turns.py:" in said
+    assert "needs a value that a layer computes, before the last layer" in said
+    assert "take turns from here on" in said
+
+
 def words_of(kind: type[Case], strategy: str, num_ranks: int) -> str:
     """What a fit says of its schedule."""
     with mock.patch("lightning_parallel.strategies.pipelined_module.rank_zero_info") as info:
