@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from lightning_parallel.strategies.compared_window import ComparedWindow
 from lightning_parallel.strategies.manual_window import ManualWindow
 from lightning_parallel.strategies.module_device import set_module_device
 from lightning_parallel.strategies.plain_step import PlainSteps
+from lightning_parallel.strategies.window_gradients import clearing_noted
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -51,6 +52,11 @@ class ComparedCopy:
     strategy: ComparedStrategy
     plain: PlainCopy
     short: ShortStacks | None
+    listening: ExitStack = field(default_factory=ExitStack)
+
+    def close(self) -> None:
+        """Listen no more to optimizers."""
+        self.listening.close()
 
     def follow(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
         """Give the copy what the module has now. No collective.
@@ -110,7 +116,10 @@ class ComparedCopy:
         tolerance = Tolerance(max(tolerance_of(strategy).precision, finest))
         if not module.automatic_optimization:
             return ManualWindow(steps, tolerance)
-        return ComparedWindow(steps, tolerance, layers=str(self.short or ""))
+        window = ComparedWindow(steps, tolerance, layers=str(self.short or ""))
+        for optimizer in strategy.optimizers:
+            self.listening.enter_context(clearing_noted(optimizer, window.gradients.clear))
+        return window
 
     def _fill(self, names: Collection[str] | None = None) -> LightningModule:
         owners = all_stage_owners(self.strategy.module)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_parallel.module.differences import Tolerance
 from lightning_parallel.module.short_stacks import ShortStacks, parameter_bytes, short_stacks
@@ -32,6 +33,10 @@ class ComparedStrategy(Protocol):
     @property
     def module(self) -> LightningModule:
         """The user's module."""
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The module's optimizers."""
 
     @property
     def steps(self) -> StepHooks:

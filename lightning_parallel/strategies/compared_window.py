@@ -19,6 +19,7 @@ from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.ranks.random_streams import RandomState
 from lightning_parallel.ranks.sketches import Sketches, unlike
 from lightning_parallel.ranks.stage_owners import stage_owners_of
+from lightning_parallel.strategies.backward_scale import BackwardScale
 from lightning_parallel.strategies.compared_metrics import (
     MetricStates,
     metric_differences,
@@ -29,6 +30,7 @@ from lightning_parallel.strategies.compared_metrics import (
 from lightning_parallel.strategies.compared_presence import presence_differences
 from lightning_parallel.strategies.plain_step import PlainSteps, StepValues, dense
 from lightning_parallel.strategies.rounding import explained_by_rounding
+from lightning_parallel.strategies.window_gradients import WindowGradients
 
 _SURE = 0.1
 """The share of the tolerance up to which sketches show that gradients are equal: beyond, these are gathered."""
@@ -54,19 +56,19 @@ class ComparedWindow:
     num_gradients: int = 0
     ours: StepValues = field(default_factory=StepValues)
     expected: StepValues = field(default_factory=StepValues)
-    _pending: dict[str, Tensor] = field(default_factory=dict)
-    _gradients: dict[str, Tensor] = field(default_factory=dict)
-    _used: set[str] = field(default_factory=set)
-    _factor: Tensor | float = 1.0
+    gradients: WindowGradients = field(init=False)
     _in_hooks: StepValues = field(default_factory=StepValues)
     losses: tuple[float, float] | None = None
     left_out: set[str] = field(default_factory=set)
     rounded: Mapping[str, float] = field(default_factory=dict)
     _metrics_at_backward: MetricStates = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.gradients = WindowGradients(self.plain)
+
     def take_plain_step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Run the copy's next step."""
-        self.expected, self._pending = self.plain.run(args, kwargs)
+        self.expected, self.gradients.pending = self.plain.run(args, kwargs)
 
     def value_differences(self, ours: StepValues) -> list[str]:
         """Loss, logged values and states of metrics that differ, in words."""
@@ -135,13 +137,7 @@ class ComparedWindow:
 
     def watch(self, loss: Tensor) -> None:
         """Watch the gradient of `loss`, once it has passed all hooks."""
-        self._factor = 1.0
-
-        def note(gradients: tuple[Tensor, ...]) -> None:
-            self._factor = gradients[0].detach().clone()
-
-        if loss.grad_fn is not None:
-            loss.grad_fn.register_prehook(note)
+        self.gradients.scale = BackwardScale(loss)
 
     def add_gradients(self, group: dist.ProcessGroup | None) -> None:
         """Add the gradients of the copy's last step, multiplied as the real ones were. A collective if hooks see them.
@@ -150,13 +146,9 @@ class ComparedWindow:
             group: The ranks that read different samples; ``None`` for one process.
         """
         self.num_backwards += 1
-        for name, gradient in self._pending.items():
-            part = gradient if _is_one(self._factor) else gradient * self._factor
-            self._gradients[name] = self._gradients[name] + part if name in self._gradients else part
-        self._used |= self._pending.keys()
-        self._pending = {}
+        self.gradients.add()
         if self.has_hook:  # in each microstep, of all gradients so far
-            self._gradients = self.averaged(group)
+            self.gradients.sums = self.gradients.averaged(group)
 
     @property
     def has_hook(self) -> bool:
@@ -180,47 +172,31 @@ class ComparedWindow:
         self.num_gradients = len(self.plain.trained())
         if gone := [name for name, _ in self.plain.module.named_parameters() if name not in parameters]:
             return [f"a hook has tied or removed {first_of(gone)} since the module was made parallel; do it in setup"]
-        apart = [] if self.has_hook else _presence(self.plain, self._used, group)
-        if self.has_hook or any(of_all_ranks(_look_different(self.plain, self._gradients, group, self.tolerance))):
-            expected = self._gradients if self.has_hook else self.averaged(group)
+        apart = [] if self.has_hook else _presence(self.plain, self.gradients.used, group)
+        if self.has_hook or any(of_all_ranks(_look_different(self.plain, self.gradients.sums, group, self.tolerance))):
+            expected = self.gradients.sums if self.has_hook else self.gradients.averaged(group)
             self.num_gradients = len(expected)
             apart += self._unexplained(lambda name: whole_gradient(parameters[name]), expected)
-        self._gradients = {}
+        self.gradients.sums = {}
         found = [*self.hook_differences(), *apart]
         return [*found, *synced_differences(self.plain.originals, self.plain.module, group, self.tolerance)]
-
-    def averaged(self, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-        """The gradients so far, averaged over the ranks that read different samples, and given to hooks. A collective.
-
-        Args:
-            group: Those ranks; ``None`` for one process.
-        """
-        size, result = 1 if group is None else group.size(), {}
-        for name, parameter in self.plain.trained().items():
-            gradient = self._gradients.pop(name, None)
-            gradient = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
-            if size > 1:
-                dist.all_reduce(gradient, group=group)
-                gradient /= size
-            result[name] = gradient
-        return self.plain.after_backward(result)
 
     def gradient_differences(self, ours: Callable[[str], Tensor], expected: Mapping[str, Tensor]) -> list[str]:
         """Gradients that differ, in words.
 
         Args:
             ours: Returns the whole gradient of the parameter of a name.
-            expected: As `averaged` returns them.
+            expected: As `WindowGradients.averaged` returns them.
         """
         found = gradient_differences(ours, expected, self.tolerance)
-        return _gradients_in_words(found, expected, self._used, self.tolerance)
+        return _gradients_in_words(found, expected, self.gradients.used, self.tolerance)
 
     def _unexplained(self, ours: Callable[[str], Tensor], expected: Mapping[str, Tensor]) -> list[str]:
         """As `gradient_differences`, without those that rounding alone can make. A collective."""
         found = gradient_differences(ours, expected, self.tolerance)
         if any(of_all_ranks(bool(found))) and explained_by_rounding(found, self.plain, self.state, self.tolerance):
             self.rounded, found = found, {}
-        return _gradients_in_words(found, expected, self._used, self.tolerance)
+        return _gradients_in_words(found, expected, self.gradients.used, self.tolerance)
 
     @property
     def extent(self) -> str:
@@ -284,10 +260,6 @@ def _look_different(
     own = {name: each for name, each in plain.originals.named_parameters() if name in trained and _is_here(each)}
     ours = {name: dense(each.grad) for name, each in own.items() if each.grad is not None}
     return bool(unlike(sketches.of(ours, own), expected, _SURE * tolerance.gradient, tolerance.negligible))
-
-
-def _is_one(factor: Tensor | float) -> bool:
-    return bool((torch.as_tensor(factor) == 1.0).all())
 
 
 def _is_here(parameter: Tensor) -> bool:

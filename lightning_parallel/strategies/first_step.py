@@ -82,8 +82,8 @@ class FirstStep:
         """Copy the module, if it is to be compared. Call it before anything is applied to it."""
         self.end()
         strategy = self._strategy
-        is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._check == "off" or not is_fitting or is_reference(strategy) or trainer.ckpt_path is not None:
+        is_left = self._check == "off" or trainer.state.fn != TrainerFn.FITTING
+        if is_left or is_reference(strategy) or trainer.ckpt_path is not None:
             return
         self._copy, reason = copy_of(strategy, trainer, may_leave_out=self._check == "auto")
         self._layers = layers_with_parts(strategy) if self._agree(reason) else ()
@@ -103,6 +103,7 @@ class FirstStep:
     def end(self) -> None:
         """Free the copy."""
         self._listening.close()
+        _close(self._copy)
         self._copy = self._window = None
 
     def run(self, step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -251,6 +252,11 @@ class FirstStep:
         if strategy.global_rank != 0:
             raise FirstStepError("the first step differs from one process; rank 0 says how")
         raise FirstStepError(in_words(strategy, first, rank, where))
+
+
+def _close(copy: ComparedCopy | None) -> None:
+    if copy is not None:
+        copy.close()
 
 
 def _raised(copy: ComparedCopy, error: Exception) -> str:

@@ -39,6 +39,8 @@ def tell_other_loss(plain: PlainSteps, group: dist.ProcessGroup | None, loss: Te
     is_weighed = any(getattr(each, "weighs_losses", False) for each in callbacks)
     if group is None or group.size() == 1 or is_weighed or not module.automatic_optimization:
         return
+    if paths := [path for path, child in module.named_modules() if getattr(child, "scale_grad_by_freq", False)]:
+        rank_zero_info(_BY_FREQUENCY.format(", ".join(paths), num_ranks=group.size()))
     trial = _Trial(plain, loss)
     first = trial.losses_of(trial.parts[:1])
     if any(of_all_ranks(trial.is_in_vain)):  # all ranks alike, as a step may meet others before that is seen
@@ -122,6 +124,11 @@ def _words(whole: float, losses: Sequence[float], num_ranks: int, near: float) -
     return _OTHER.format(whole=whole, mean=total / len(losses), num_ranks=num_ranks)
 
 
+_BY_FREQUENCY = (
+    "{} divides gradients by how often each row is taken, which each of the {num_ranks} ranks that read different "
+    "samples counts in its own: their mean is not the gradient of one process with all samples. Leave "
+    "scale_grad_by_freq out"
+)
 _SUM = (
     "the loss is a sum over samples ({whole:.5g} = {parts}, of parts of a batch), but gradients are averaged over the "
     "{num_ranks} ranks that read different samples, as under torch's DistributedDataParallel: each update is that of "

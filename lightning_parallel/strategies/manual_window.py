@@ -54,7 +54,7 @@ class ManualWindow(ComparedWindow):
     @override
     def add_gradients(self, group: dist.ProcessGroup | None) -> None:
         self.num_backwards += 1
-        factor = self._factor
+        factor = self.gradients.scale.value
         self._factors.append(float(factor) if not isinstance(factor, Tensor) or factor.numel() == 1 else math.nan)
         names = list(self.plain.trained())
         parameters = dict(self.plain.originals.named_parameters())
@@ -90,9 +90,10 @@ class ManualWindow(ComparedWindow):
     @override
     def update_differences(self, group: dist.ProcessGroup | None) -> list[str]:
         self.ours.take_metrics(self.plain.originals)
-        self._used |= self._pending.keys()
-        self._gradients = {name: gradient * self._factors[-1] for name, gradient in self._pending.items()}
-        expected = self.averaged(group)  # on all ranks, also if this one has nothing to compare
+        pending = self.gradients.pending
+        self.gradients.used |= pending.keys()
+        self.gradients.sums = {name: gradient * self._factors[-1] for name, gradient in pending.items()}
+        expected = self.gradients.averaged(group)  # on all ranks, also if this one has nothing to compare
         found = [] if self.expected.updates else ["the step updates parameters, and that of one process does not"]
         found += self.steady_differences()
         if self._noted is not None and self._is_one_sum:

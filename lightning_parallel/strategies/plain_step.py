@@ -23,6 +23,7 @@ from lightning_parallel.module.kept_state import KeptState
 from lightning_parallel.module.object_state import CONTAINERS, ObjectState
 from lightning_parallel.ranks.dtensors import full_of
 from lightning_parallel.ranks.random_streams import RandomState, unchanged_generators
+from lightning_parallel.strategies.backward_scale import BackwardScale
 from lightning_parallel.strategies.compared_metrics import MetricStates, follow_metrics, states_of_metrics
 from lightning_parallel.strategies.plain_optimizers import FirstUpdate, PlainOptimizers, StillScheduler
 
@@ -124,7 +125,6 @@ class PlainSteps:
     ) -> None:
         self.module = plain
         self.device = device
-        """The device on which both run."""
         self._group = group
         self._precision: Precision = trainer.precision_plugin
         self.originals = module
@@ -135,8 +135,9 @@ class PlainSteps:
         self._trained: set[str] = set()
         self.failure = ""
         """The error of a hook behind backward, which may take the gradients of shards for granted; empty without."""
-        is_manual = not module.automatic_optimization
-        self._optimizers = PlainOptimizers(trainer, module, plain, group) if is_manual else None
+        is_automatic = module.automatic_optimization
+        self._optimizers = None if is_automatic else PlainOptimizers(trainer, module, plain, group)
+        self.scale = BackwardScale()
         others = {} if self._optimizers is None else self._optimizers.of_trainer
         plain.trainer = QuietTrainer(trainer, others)  # type: ignore[assignment]
 
@@ -268,6 +269,7 @@ class PlainSteps:
             loss = loss / num_microsteps  # as Lightning does, before hooks
         with self.in_hooks.of(self.module, passes_on=False):
             self.module.on_before_backward(loss)
+            self.scale = BackwardScale(loss)
             self.module.backward(loss)
 
     @contextlib.contextmanager
