@@ -102,8 +102,7 @@ class FirstStep:
 
     def end(self) -> None:
         """Free the copy."""
-        self._listening.close()
-        _close(self._copy)
+        _close(self._listening, self._copy)
         self._copy = self._window = None
 
     def run(self, step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -254,7 +253,8 @@ class FirstStep:
         raise FirstStepError(in_words(strategy, first, rank, where))
 
 
-def _close(copy: ComparedCopy | None) -> None:
+def _close(listening: ExitStack, copy: ComparedCopy | None) -> None:
+    listening.close()
     if copy is not None:
         copy.close()
 

@@ -265,8 +265,7 @@ class PlainSteps:
         return self.take_gradients()
 
     def _backward(self, loss: Tensor) -> None:
-        if (num_microsteps := self.module.trainer.accumulate_grad_batches) > 1:
-            loss = loss / num_microsteps  # as Lightning does, before hooks
+        loss = loss / self.module.trainer.accumulate_grad_batches  # as Lightning does, before hooks
         with self.in_hooks.of(self.module, passes_on=False):
             self.module.on_before_backward(loss)
             self.scale = BackwardScale(loss)
