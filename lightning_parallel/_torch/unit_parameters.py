@@ -78,21 +78,25 @@ class GatheredParameter:
         self._is_trained = True
 
     def note_trained(self) -> None:
-        """Note whether the shard is trained, before a step."""
-        self._is_trained = self._parameter.sharded_param.requires_grad
+        """Note whether the shard is trained, before a step, and let its gathered form be as it is."""
+        shard, whole = self._forms()
+        self._is_trained = shard.requires_grad
+        if whole is not None:
+            whole.requires_grad_(self._is_trained)
 
     def keep_trained(self) -> None:
         """Train both forms or none, as code since the last call has set `requires_grad` of what it found.
 
         torch takes it over from the shard when it gathers; what is set while the parameter is gathered, it forgets.
         """
-        shard: Tensor = self._parameter.sharded_param
-        whole: Tensor | None = getattr(self._parameter, "_unsharded_param", None)
-        if whole is not None and self.is_gathered and whole.requires_grad != self._is_trained:
+        shard, whole = self._forms()
+        if whole is not None and whole.requires_grad != self._is_trained:
             shard.requires_grad_(whole.requires_grad)
-        self._is_trained = shard.requires_grad
-        if whole is not None:
-            whole.requires_grad_(self._is_trained)
+        self.note_trained()
+
+    def _forms(self) -> tuple[Tensor, Tensor | None]:
+        """The shard, and the gathered form, once there has been one."""
+        return self._parameter.sharded_param, getattr(self._parameter, "_unsharded_param", None)
 
     @property
     def place(self) -> tuple[nn.Module, str]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.models.cases import optimizer_of
+from tests.models.cases import Block, optimizer_of
 from tests.models.user_code import Tokens
 
 
@@ -43,6 +43,28 @@ class FreezesBeforeBackward(Trained):
         if self.global_step == 1:
             self.model.head.requires_grad_(False)
             self.model.norm.requires_grad_(False)
+
+
+class FreezingBlock(Block):
+    """Freezes its first map where it is told to, before it uses it."""
+
+    is_to_freeze = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_to_freeze:
+            self.mlp[0].requires_grad_(False)
+        return super().forward(x)
+
+
+class FreezesInsideOfLayers(Trained):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks = nn.ModuleList(FreezingBlock() for _ in range(3))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        for block in self.model.blocks:
+            block.is_to_freeze = batch_idx == 1  # type: ignore[assignment]
+        return super().training_step(batch, batch_idx)
 
 
 class TakesTurns(Trained):

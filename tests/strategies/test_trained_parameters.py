@@ -27,6 +27,7 @@ MODULES = (
     trained.FreezesInTheStep,
     trained.FreezesBehindForward,
     trained.FreezesBeforeBackward,
+    trained.FreezesInsideOfLayers,
     trained.TakesTurns,
     trained.TakesTurnsByLists,
     trained.TakesTurnsInAHook,
