@@ -22,8 +22,8 @@ _NOT_ASKING = (
 """Modules that look at gradients and shards for their own work; whatever a user calls in between, such as
 `torch.nn.utils`, asks for the user."""
 _CALLING_HOOKS = "lightning.pytorch.trainer.call"
-_PASSING_ON = "lightning_parallel._torch.whole_operands"
-"""Through which functions of torch are called by those that call them."""
+_PASSING_ON = ("lightning_parallel._torch.whole_operands", "torch.optim.swa_utils")
+"""Through which functions of torch are called by those that call them: averages are updated in hooks."""
 _OTHERS = ("lightning_utilities", "numpy", "contextlib", "copy", "pickle", "tensorboard", "tensorboardX", "safetensors")
 _LIBRARIES = (*_FRAMEWORKS, *_OTHERS)
 
@@ -157,7 +157,7 @@ def asking(*within: str) -> str:
     is_within, has_user = True, False
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if name == _PASSING_ON:
+        if name in _PASSING_ON:
             frame = frame.f_back
             continue
         is_within = is_within and name in own

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
-from tests.models.cases import next_token_loss
+from tests.models.cases import next_token_loss, optimizer_of
 from tests.models.user_code import Tokens
 
 
@@ -217,6 +217,20 @@ class GradientHooksAtStart(Habit):
     def on_train_start(self) -> None:
         for parameter in self.parameters():
             parameter.register_hook(lambda grad: self.seen.append(float(grad.norm())))
+
+
+class AverageByTorch(Habit):
+    """An average that is a submodule, with a stack of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+
+    def configure_optimizers(self) -> Any:
+        return optimizer_of("sgd", self.model.parameters())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.average.update_parameters(self.model)
 
 
 class AverageByHand(Habit):
