@@ -37,7 +37,7 @@ def state_in_hooks(strategy: str, num_ranks: int) -> dict[str, Any]:
 
     class Look(Callback):
         def look(self, trainer: L.Trainer, name: str) -> None:
-            found[name] = full_state_dict(trainer)
+            found[f"{name} {trainer.global_step}"] = full_state_dict(trainer)
 
         def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
             self.look(trainer, "train")

@@ -36,10 +36,10 @@ class Numbers(Dataset[Tensor]):
 
 
 class Stream(IterableDataset[Tensor]):
-    """The same without indices."""
+    """The same without indices, in an order that is drawn when the first one is read."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        yield from map(torch.tensor, map(float, range(NUM_SAMPLES)))
+        yield from torch.randperm(NUM_SAMPLES).float()
 
 
 class Stateful:
@@ -79,12 +79,13 @@ class Layer(nn.Module):
 
 
 class Reads(L.LightningModule):
-    """Notes epoch, index and samples of each batch."""
+    """Notes epoch, index and samples of each batch, and a number that a hook draws."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(Layer() for _ in range(4)))
         self.seen: list[tuple[int, int, list[int]]] = []
+        self.drawn: list[float] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         parts = batch if isinstance(batch, list) else [batch]
@@ -95,6 +96,9 @@ class Reads(L.LightningModule):
         numbers = torch.cat([part for part in (batch if isinstance(batch, list) else [batch]) if part is not None])
         loss: Tensor = self.layers(torch.stack([numbers / NUM_SAMPLES, numbers.sin()] * 2, -1)).square().mean()
         return loss
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.drawn.append(float(torch.rand(())))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         pass
@@ -163,6 +167,7 @@ def fit(
     data = getattr(given, "dataset", None)
     return {
         "seen": module.seen,
+        "drawn": module.drawn,
         "weights": full_state_dict(trainer),
         "told": told,
         "step": trainer.global_step,

@@ -83,6 +83,7 @@ def test_large_submodules_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_stacks, "LARGE_UNIT_NUMEL", 100)
     structure = find_layers(CASES["gan"]())
     assert structure.units == ("generator", "discriminator")
+    assert find_layers(CASES["gan"](), []).units == ()  # the user wants one unit
 
 
 def test_the_user_may_point_at_the_stack() -> None:

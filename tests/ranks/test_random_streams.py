@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,11 +88,13 @@ def test_checkpoints_at_the_end_of_an_epoch(ranks: Any, hook: str, tmp_path: Pat
 
 def test_resume_with_other_ranks_is_reproducible(ranks: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "middle.ckpt")
-    ranks(2).run(fit, "fsdp_custom", 2, path, 4, resumes=False)
+    whole = ranks(2).run(fit, "fsdp_custom", 2, path, 4, resumes=False)
     first = ranks(4).run(fit, "fsdp_custom", 4, path, 4, resumes=True)
     second = ranks(4).run(fit, "ddp_custom", 4, path, 4, resumes=True)
     assert all(torch.equal(a["masks"], b["masks"]) for a, b in zip(first, second, strict=True))
     assert len({tuple(result["masks"].flatten().tolist()) for result in first}) == 4
+    masks = {tuple(mask.tolist()) for result in (*whole, *first) for mask in result["masks"]}
+    assert len(masks) == 2 * 8 + 4 * 4  # streams that begin anew do not repeat those of the first run
     assert difference(first[0]["weights"], second[0]["weights"]) < 1e-5
     one = fit("auto", 1, path, 4, resumes=True)  # plain Lightning reads it, too
     assert one["weights"].keys() == first[0]["weights"].keys()
@@ -115,13 +118,13 @@ def test_streams_do_not_meet() -> None:
     for seed in (0, 1):
         torch.manual_seed(seed)
         first = torch.get_rng_state()
-        for rank in range(3):
-            own = data_rank_stream(rank, progress=0, device=torch.device("cpu"))
+        for rank, progress in itertools.product(range(3), (0, 4)):
+            own = data_rank_stream(rank, progress=progress, device=torch.device("cpu"))
             assert torch.equal(torch.get_rng_state(), first)
             own.restore(torch.device("cpu"))
             drawn.add(float(torch.rand(())))
             torch.manual_seed(seed)
-    assert len(drawn) == 6
+    assert len(drawn) == 12
 
 
 class DrawsInHooks(WithDropout):

@@ -230,6 +230,7 @@ def test_full_state_dict_in_hooks(ranks: Any, name: str) -> None:
     assert all(weights == {} for other in found[1:] for weights in other.values())
     for hook, weights in reference.items():
         assert difference(found[0][hook], weights) <= TOLERANCE
+    assert difference(found[0]["train 1"], found[0]["train 2"]) > TOLERANCE  # what came later has not changed it
 
 
 @pytest.mark.parametrize("name", SEPARATE)

@@ -39,6 +39,7 @@ def test_the_rest_is_that_of_the_uninterrupted_run(ranks: Any, tmp_path: Path, k
     resumed = run(ranks, "ddp_custom", path, kind=kind, from_path=path)
     for ours, theirs in zip(resumed, whole, strict=True):
         assert ours["seen"] == theirs["seen"][save:]
+        assert ours["drawn"] == theirs["drawn"][save:]
         assert ours["loaded"] == theirs["loaded"][-len(ours["loaded"]) :]  # what was read is not loaded again
         assert ours["told"] == []
     assert difference(resumed[0]["weights"], whole[0]["weights"]) == 0
@@ -107,9 +108,11 @@ def test_a_second_resume_behind_the_end_of_an_epoch(tmp_path: Path, at_end: bool
     saves, starts = SaveAt(second, more), SavesAtEpochEnd("")
     resumed = fit("ddp_custom", 1, second, from_path=first, **limits, callbacks=[saves, starts])
     assert (resumed["seen"], resumed["told"]) == (whole["seen"][STEPS:], [])
+    assert resumed["drawn"] == whole["drawn"][STEPS:]
     assert starts.epochs == [1, 2]
     again = fit("ddp_custom", 1, second, from_path=second, **limits)
     assert (again["seen"], again["told"]) == (whole["seen"][STEPS + more :], [])
+    assert again["drawn"] == whole["drawn"][STEPS + more :]
     assert difference(again["weights"], whole["weights"]) == 0
 
 
@@ -181,6 +184,14 @@ def test_what_cannot_be_positioned_is_told(ranks: Any, tmp_path: Path, name: str
     run(ranks, name, path, save=2)
     resumed = run(ranks, name, path, kind="uneven", from_path=path)
     assert "it has 23 samples in place of 24" in resumed[0]["told"][0]
+
+
+def test_hooks_draw_on_where_a_loader_begins_anew(tmp_path: Path) -> None:
+    """Whatever the loader draws as it begins."""
+    path = str(tmp_path / "middle.ckpt")
+    whole = fit("ddp_custom", 1, path, kind="stream", save=2)
+    resumed = fit("ddp_custom", 1, path, kind="stream", from_path=path)
+    assert resumed["drawn"][: STEPS - 2] == whole["drawn"][2:STEPS]
 
 
 def test_the_checkpoint_loads_without_the_package(ranks: Any, tmp_path: Path) -> None:

@@ -193,6 +193,11 @@ def test_a_stack_that_is_called_twice_is_left_out_by_the_value_that_is_named(ran
     assert_parity(ranks, "called_twice", "adamw", f"pp_custom:{named[1]}")
 
 
+def test_a_schedule_fits_stacks_in_the_order_of_their_calls(ranks: Any) -> None:
+    """Not in that of registration, in which stages would take turns."""
+    assert not any("take turns" in said for said in ranks(2).run(told, "towers", "pp_custom"))
+
+
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [("called_twice", "pp_custom"), ("towers", "pp_custom:schedule=turns"), ("t5", "pp_custom:schedule=turns")],

@@ -57,6 +57,16 @@ class PromotesUnsaved(Promotes):
     persistent = False
 
 
+class MakesUnsaved(Block):
+    """Makes a buffer in the first step, which is not saved, and which no later step writes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "peak" in vars(self):
+            del self.peak
+            self.register_buffer("peak", torch.ones(()), persistent=False)
+        return super().forward(x)
+
+
 class Registers(Deep):
     """Gives its layers a tensor in a hook, and itself a buffer that the step writes into."""
 
@@ -106,6 +116,8 @@ def kept(make: Any, strategy: str, num_ranks: int) -> dict[str, Tensor]:
         (Peaks, "on_train_start", True),
         (Decays, "on_fit_start", False),
         (Promotes, "on_fit_start", False),
+        (PromotesUnsaved, "on_fit_start", False),
+        (MakesUnsaved, "on_fit_start", False),
     ],
 )
 def test_what_hooks_add_is_that_of_one_process(
