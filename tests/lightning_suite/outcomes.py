@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -52,15 +53,21 @@ def run(
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(checkout / "tests")])}
     while True:
+        before = len(lines_of(file))
         ended = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
-        test, kind, _ = (lines_of(file) or [["", "", ""]])[-1]
+        noted = lines_of(file)
+        test, kind, _ = (noted or [["", "", ""]])[-1]
+        # Of a rank that failed, Lightning ends the first process too, at times only after the test was noted: go on
+        # with the tests that are left, if there are any.
+        if kind != RUNNING and ended.returncode == -signal.SIGKILL and len(noted) > before:
+            continue
         if kind != RUNNING:
             break
         errors = file.with_suffix(".errors")
         said = (errors.read_text() if errors.exists() else "") or ended.stderr[-1000:]
         errors.unlink(missing_ok=True)
-        with file.open("a") as noted:
-            noted.write(json.dumps([test, "died", said]) + "\n")
+        with file.open("a") as lines:
+            lines.write(json.dumps([test, "died", said]) + "\n")
     if ended.returncode not in (0, 1, 5):
         raise RuntimeError(f"pytest ended with {ended.returncode}:\n{ended.stdout[-3000:]}{ended.stderr[-3000:]}")
     return read(file)

@@ -251,5 +251,6 @@ LEFT: dict[str, type[Mixture]] = {
     "caught": Caught,
     "elsewhere": Elsewhere,
     "counted": Counted,
+    "numbers": Numbers,
 }
 """Modules that every pipeline trains as one process does."""

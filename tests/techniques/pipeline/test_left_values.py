@@ -68,6 +68,7 @@ def told(kind: type[Mixture], strategy: str, num_ranks: int) -> str:
         (Mixture, "takes layers.0.aux_loss, which has no dimension of samples"),
         (left_values.Returned, "takes what layers.3 returns, which has no dimension of samples"),
         (left_values.Counted, "layers.2, or a hook in it, changes calls"),
+        (left_values.Numbers, "needs a value that a layer computes, before the last layer"),
     ],
 )
 def test_why_stages_take_turns(ranks: Any, kind: type[Mixture], words: str) -> None:
@@ -87,7 +88,6 @@ def refused(kind: type[Mixture], strategy: str) -> None:
     [
         (left_values.InLater, "pp_custom:loss=microbatch", "something that only another pipeline stage computes"),
         (Mixture, "pp_custom:loss=batch", "with loss='batch', where it has entries for each sample"),
-        (left_values.Numbers, "pp_custom", "or with schedule='turns'"),
     ],
 )
 def test_what_is_refused(ranks: Any, kind: type[Mixture], strategy: str, words: str) -> None:
