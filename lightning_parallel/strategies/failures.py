@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.strategies.lost_store import waits_in_vain
 from lightning_parallel.strategies.neighbours import Neighbours
 from lightning_parallel.strategies.stillness import LONG_ENOUGH, Stillness
 
@@ -94,7 +95,8 @@ class FailureWatch:
         self._store, self._first, self._num_said = _torch.groups.connected_store(), None, 0
         self._neighbours = Neighbours(self._store, self.key, self._rank, self._size)
         self._is_over = threading.Event()
-        watched = self._store, self._is_over, threading.get_ident()
+        begun = {(each.group, each.number) for each in _torch.flight_recorder.pending()}
+        watched = self._store, self._is_over, threading.get_ident(), begun
         self._thread = threading.Thread(target=self._watch, args=watched, daemon=True, name="rank-failures")
         self._thread.start()
 
@@ -227,7 +229,7 @@ class FailureWatch:
         while store.add(f"{self.key}/read", 0) < count and time.monotonic() < end:
             time.sleep(0.05)
 
-    def _watch(self, store: dist.Store, is_over: threading.Event, main: int) -> None:
+    def _watch(self, store: dist.Store, is_over: threading.Event, main: int, begun: set[tuple[str, int]]) -> None:
         with _store_may_be_gone():
             while not is_over.wait(POLL):
                 num_dead = self._note_dead()
@@ -240,6 +242,8 @@ class FailureWatch:
                     if not is_over.is_set():
                         _end(f"{first}. Rank {self._rank} waits for it in vain, and ends.")
                     return
+        if (name := waits_in_vain(is_over, main, begun, GRACE_OF_DEAD)) is not None:
+            _end(_LOST.format(rank=self._rank, name=name))
 
     def _note_dead(self, seconds: float = 0.0) -> int:
         """Tell all ranks of those on this machine that are gone; returns how many, as soon as there are any."""
@@ -262,6 +266,10 @@ def _wait(store: dist.Store, names: list[str]) -> None:
         time.sleep(min(max(_SHORTEST, (time.monotonic() - began) / 50), POLL))
 
 
+_LOST = (
+    "the store in which ranks meet is gone, and with it the process of rank 0, which has kept it; what it wrote last "
+    "says why. Rank {rank} waits in vain in {name}, and ends."
+)
 _DIED = "rank {} died without an error (process {}): it was killed from outside, as when memory runs out, or it crashed"
 
 

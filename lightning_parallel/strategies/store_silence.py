@@ -74,7 +74,7 @@ class StoreSilence:
             thread.join(_JOIN)
 
     def _ask(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store has ended, with rank 0, and that was heard
+        with contextlib.suppress(RuntimeError):  # the store has ended, with rank 0: `lost_store` looks on
             while not self._is_over.wait(self._poll):
                 self._store.check(["lightning_parallel/answers"])
                 self._num_answers += 1

@@ -164,6 +164,34 @@ def test_a_rank_that_waits_for_a_dead_one_ends(ranks: Any) -> None:
     assert "Rank 0 waits for it in vain, and ends." in str(caught.value)
 
 
+def fit_without_the_first_rank() -> None:
+    """Rank 0 is killed, and the store with it; rank 1 waits for rank 2 in a group that has no connection to rank 0."""
+
+    class Dies(DeepTied):
+        def on_train_start(self) -> None:
+            self.pair = dist.new_group([1, 2])
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                if self.global_rank == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if self.global_rank == 1:
+                    dist.all_reduce(torch.ones(3), group=self.pair)
+                time.sleep(100)
+
+    with mock.patch.object(failures, "GRACE_OF_DEAD", 0.5), mock.patch.object(failures, "POLL", 0.1):
+        trainer_for("ddp_custom", 4).fit(Dies(), loader(4))
+
+
+def test_a_rank_that_waits_in_a_collective_without_the_store_ends(ranks: Any) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(4).run(fit_without_the_first_rank, deadline=60)
+    assert "rank 0 died with exit code -9" in str(caught.value)
+    assert "the store in which ranks meet is gone, and with it the process of rank 0" in str(caught.value)
+    assert "Rank 1 waits in vain in all_reduce of [3], number 1 of group" in str(caught.value)
+    assert "rank 1 died with exit code 1" in str(caught.value)
+
+
 def test_only_a_process_that_is_gone_without_leave_is_dead() -> None:
     store = dist.HashStore()
     first = Neighbours(store, "run", 0, 3)

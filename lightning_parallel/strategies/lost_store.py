@@ -1,0 +1,37 @@
+"""A rank whose store is gone, with the process of rank 0: nobody can tell it any more that it waits in vain."""
+
+from __future__ import annotations
+
+import threading
+
+from lightning_parallel import _torch
+from lightning_parallel.strategies.stillness import Stillness
+
+_LOOK = 0.5
+"""Seconds between two looks."""
+
+
+def waits_in_vain(is_over: threading.Event, thread: int, begun: set[tuple[str, int]], seconds: float) -> str | None:
+    """Wait until this rank stands still in a collective, of which no end can come.
+
+    Rank 0 may be done with the run, and this rank almost: then it waits for no other one, and may take its time. Gloo
+    ends a collective whose connection is lost; but not always one that begins at that moment, and none that waits for
+    another rank than the one that is gone.
+
+    Args:
+        is_over: Set when the run of this rank is.
+        thread: Identity of the one in which the run is.
+        begun: Groups and numbers of collectives that were there before the run.
+        seconds: How long it has to stand still.
+
+    Returns:
+        The collective; ``None`` where the run is over before.
+    """
+    stillness, name = Stillness(thread), ""
+    while not is_over.wait(min(_LOOK, seconds)):
+        waiting = [each for each in _torch.flight_recorder.pending() if (each.group, each.number) not in begun]
+        if not waiting or waiting[0].words != name:
+            stillness, name = Stillness(thread), waiting[0].words if waiting else ""
+        elif stillness.has_lasted(seconds):
+            return name
+    return None
