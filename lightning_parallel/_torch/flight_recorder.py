@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 _DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")
@@ -28,14 +27,6 @@ class Pending(NamedTuple):
     number: int
     shapes: list[list[int]]
     began: int
-
-    @property
-    def words(self) -> str:
-        """It in words, which are equal on all ranks that wait in it."""
-        sizes = f" of {' and '.join(map(str, self.shapes))}" if any(self.shapes) else ""
-        world = dist.group.WORLD
-        is_of_all = world is not None and self.group == world.group_name
-        return f"{self.name}{sizes}, number {self.number} of {'all ranks' if is_of_all else f'group {self.group}'}"
 
 
 def pending() -> list[Pending]:

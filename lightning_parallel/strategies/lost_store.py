@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from lightning_parallel import _torch
+from lightning_parallel.strategies.rank_places import collective_in_words
 from lightning_parallel.strategies.stillness import Stillness
 
 _LOOK = 0.5
@@ -30,8 +31,9 @@ def waits_in_vain(is_over: threading.Event, thread: int, begun: set[tuple[str, i
     stillness, name = Stillness(thread), ""
     while not is_over.wait(min(_LOOK, seconds)):
         waiting = [each for each in _torch.flight_recorder.pending() if (each.group, each.number) not in begun]
-        if not waiting or waiting[0].words != name:
-            stillness, name = Stillness(thread), waiting[0].words if waiting else ""
+        last, name = name, collective_in_words(waiting[0]) if waiting else ""
+        if not name or name != last:
+            stillness = Stillness(thread)
         elif stillness.has_lasted(seconds):
             return name
     return None

@@ -8,6 +8,7 @@ from sys import _current_frames as frames_of_threads
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import nn
 
@@ -90,7 +91,7 @@ def place_of(module: LightningModule, thread: int, begun: set[tuple[str, int]]) 
     trainer = _lightning.attached_trainer(module)
     place = Place("set-up", [], False) if trainer is None else _batch_of(trainer)
     waiting = [each for each in _torch.flight_recorder.pending() if (each.group, each.number) not in begun]
-    collective = waiting[0].words if waiting else ""
+    collective = collective_in_words(waiting[0]) if waiting else ""
     for frame in _frames(thread):
         name, owner = frame.f_code.co_name, str(frame.f_globals.get("__name__", ""))
         if _top(frame) in _DEBUGGERS:
@@ -105,6 +106,17 @@ def place_of(module: LightningModule, thread: int, begun: set[tuple[str, int]]) 
             place = place._replace(layer=_path_of(frame.f_locals.get("self"), module))
     called = next((frame for frame in _frames(thread) if _top(frame) not in sys.stdlib_module_names), None)
     return place._replace(collective=collective, line="" if called is None else line_of_user(called))
+
+
+def collective_in_words(pending: _torch.flight_recorder.Pending) -> str:
+    """A collective in words, which are equal on all ranks that wait in it.
+
+    Args:
+        pending: The collective.
+    """
+    sizes = f" of {' and '.join(map(str, pending.shapes))}" if any(pending.shapes) else ""
+    is_of_all = dist.group.WORLD is not None and pending.group == dist.group.WORLD.group_name
+    return f"{pending.name}{sizes}, number {pending.number} of {'all ranks' if is_of_all else f'group {pending.group}'}"
 
 
 def _frames(thread: int) -> Iterator[FrameType]:
