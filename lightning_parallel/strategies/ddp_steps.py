@@ -112,6 +112,12 @@ class DDPSteps(StepHooks):
             _torch.autograd.after_backward(loss, lambda: self._views.note())
         # DDP prepares its reducer at the end of forward, which under manual optimization comes after backward.
         if not self._module.automatic_optimization:
+            if not _trainable(self._module) <= self._reduced:
+                # Thawed by the step, such as the half of a pair that was frozen when training began. From here on, all
+                # that was ever trained is reduced: a step that takes turns would have it made again in each turn.
+                self.before_update()
+                with _thawed(self._reduced):
+                    self._wrap_again(is_synced=True)
             prepare_for_backward(self._wrapped, loss)
         elif self._reduced and not self._window.is_held:
             # For this once: a module that had it all the time could be neither copied nor pickled.
@@ -183,6 +189,17 @@ class DDPSteps(StepHooks):
 
 def _trainable(module: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter in module.parameters() if parameter.requires_grad}
+
+
+@contextlib.contextmanager
+def _thawed(parameters: set[nn.Parameter]) -> Iterator[None]:
+    """Inside this context, these are to be trained, too."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    yield
+    for parameter in frozen:
+        parameter.requires_grad_(False)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -123,3 +123,63 @@ class ReadsWhatHooksSet(Trained):
         self.height += 0.5  # type: ignore[misc, operator]
         with torch.no_grad():
             self.gain.mul_(0.5)
+
+
+class Manual(Trained):
+    """Optimizes by itself, and freezes between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            self.model.norm.requires_grad_(False)
+            self.model.blocks[1].requires_grad_(False)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+
+class ManualKeepsGradients(Manual):
+    """The same, where gradients of the step before are still there."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        loss = Trained.training_step(self, batch, batch_idx)
+        if batch_idx == 1:
+            self.model.norm.requires_grad_(False)
+        self.manual_backward(loss)
+        optimizer.step()
+        if batch_idx == 2:
+            optimizer.zero_grad()
+        return loss.detach()
+
+
+class ManualTurns(Trained):
+    """Trains one half and then the other in each step, of which one is frozen when training begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.model.blocks.requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inner, outer = self.optimizers()  # type: ignore[misc, union-attr]
+        halves = [self.model.blocks], [self.model.tokens, self.model.head]
+        for optimizer, (own, others) in ((outer, halves[::-1]), (inner, halves)):
+            for trains, modules in ((True, own), (False, others)):
+                for each in modules:
+                    each.requires_grad_(trains)
+            loss = super().training_step(batch, batch_idx)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss.detach()
+
+    def configure_optimizers(self) -> Any:
+        outer = [*self.model.tokens.parameters(), *self.model.head.parameters()]
+        return [optimizer_of("sgd", list(part)) for part in (self.model.blocks.parameters(), outer)]

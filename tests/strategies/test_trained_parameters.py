@@ -49,6 +49,15 @@ def test_what_a_step_freezes_or_thaws_is_trained_as_in_one_process(name: str, ma
     assert worst(ranks(size).run(fitted, make, checked(name), size)[0], expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", NAMES[:7])
+@pytest.mark.parametrize("make", [trained.Manual, trained.ManualKeepsGradients, trained.ManualTurns])
+def test_under_manual_optimization(name: str, make: Any, ranks: Any) -> None:
+    expected = once(fitted, make, "auto", 1)
+    assert is_moving(expected)
+    size = num_ranks(name)
+    assert worst(ranks(size).run(fitted, make, checked(name), size)[0], expected) < TOLERANCE
+
+
 @pytest.mark.parametrize("name", ["ddp_custom", "zero2_custom", "fsdp_custom", "cp_custom", "pp_custom"])
 @pytest.mark.parametrize("make", [*MODULES, trained.ReadsWhatHooksSet])
 def test_what_changes_between_microsteps_is_followed(name: str, make: Any, ranks: Any) -> None:
