@@ -112,7 +112,8 @@ def leave_ended_epoch(trainer: Trainer) -> None:
 
     After one of the last batch, Lightning takes the next epoch for one that has begun: it calls no
     `on_train_epoch_start`, and checkpoints of this and all later epochs say that none is under way. After one that
-    `on_train_epoch_end` saved under `max_steps` without `max_epochs`, it reads one more batch of the epoch.
+    `on_train_epoch_end` saved under `max_steps` without `max_epochs`, it reads one more batch of the epoch. After one
+    of the last batch of loaders without a length, batches of the next epoch have numbers that go on.
     `_FitLoop.restarted_mid_epoch`, `restarted_on_epoch_end` and `update_restart_stage`, since 2.5.1, and `_restarting`;
     they wait for Lightning to do so.
     """
@@ -122,10 +123,22 @@ def leave_ended_epoch(trainer: Trainer) -> None:
         return
     if fit_loop.restarted_mid_epoch:
         fit_loop.reset_restart_stage()
+        batches = fit_loop.epoch_loop
+        if batches.restarted_on_train_batch_end and trainer.num_training_batches == float("inf"):
+            _count_from_the_first(batches)
     elif fit_loop.restarted_on_epoch_end:
         fit_loop.epoch_progress.increment_completed()
         fit_loop._restarting = fit_loop.epoch_loop.restarting = False  # the loop's own setter goes by `max_epochs`
         fit_loop.update_restart_stage()
+
+
+def _count_from_the_first(batches: Any) -> None:
+    """Do what `_TrainingEpochLoop.reset` does behind the last batch of an epoch whose length is known."""
+    batches.batch_progress.increment_completed()
+    for counter in (batches.batch_progress, batches.scheduler_progress, batches.automatic_optimization.optim_progress):
+        counter.reset_on_run()
+    batches.val_loop.batch_progress.total.reset()
+    batches.reset_restart_stage()
 
 
 def load_waiting_states(trainer: Trainer) -> bool:

@@ -53,6 +53,10 @@ class RandomStreams:
             RandomState.from_plain(shared).restore(device)
             self._has_resumed = not reads_on
             self._rest = shared if loaded and loaded["is_in_epoch"] else None
+            if self._rest is None and _are_loaders_of_torch(trainer):
+                # They have drawn already, and the first batch may be there: as the epoch would have begun, from here.
+                _lightning.epochs.begin_pass(trainer)
+                self._has_resumed = False
             self._iterator = _lightning.training_iterator(trainer)
         if len(states) == dist.get_world_size():
             self._own = RandomState.from_plain(own)
@@ -119,6 +123,12 @@ class RandomStreams:
     def take_from(self, checkpoint: Mapping[str, Any]) -> None:
         """Keep the states of a checkpoint until training begins."""
         self._loaded = checkpoint.get(_KEY)
+
+
+def _are_loaders_of_torch(trainer: Trainer) -> bool:
+    """Whether all training loaders can be read from their beginning again; an iterator could not."""
+    loaders = _lightning.training_loaders(trainer)
+    return loaders is not None and all(isinstance(loader, DataLoader) for loader in loaders.flattened)
 
 
 def _draw_seeds_of_loaders(trainer: Trainer) -> None:

@@ -42,6 +42,20 @@ class Stream(IterableDataset[Tensor]):
         yield from torch.randperm(NUM_SAMPLES).float()
 
 
+class Sized(Stream):
+    """The same with a length, so that nothing is read ahead."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class Noisy(Numbers):
+    """Half of the samples, drawn as they are read, have another sign."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(index) * (1 if torch.rand(()) < 0.5 else -1)
+
+
 class Stateful:
     """A loader with the protocol of torchdata's StatefulDataLoader."""
 
@@ -123,8 +137,10 @@ def loaders(kind: str, readers: int, rank: int, size: int) -> Any:
     """Loaders of each kind, for `readers` ranks that read different samples."""
     if kind == "stateful":
         return Stateful(rank, readers)
-    if kind == "stream":
-        return DataLoader(Stream(), batch_size=size)
+    if kind in ("stream", "sized"):
+        return DataLoader(Stream() if kind == "stream" else Sized(), batch_size=size)
+    if kind.startswith("noisy"):
+        return DataLoader(Noisy(), size, shuffle=True, num_workers=2 if "workers" in kind else 0)
     data = Numbers(23 if kind == "uneven" else NUM_SAMPLES)
     if kind in ("two", "cycle", "longest"):
         mode: Any = {"two": "min_size", "cycle": "max_size_cycle", "longest": "max_size"}[kind]

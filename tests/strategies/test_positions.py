@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,26 @@ def test_what_cannot_be_positioned_is_told(ranks: Any, tmp_path: Path, name: str
     run(ranks, name, path, save=2)
     resumed = run(ranks, name, path, kind="uneven", from_path=path)
     assert "it has 23 samples in place of 24" in resumed[0]["told"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *itertools.product(["ddp_custom", "one:ddp_custom", "pp_custom", "fsdp_custom"], ["stream", "sized", "noisy"]),
+        ("one:ddp_custom", "noisy in workers"),
+    ],
+)
+def test_an_epoch_behind_a_resume_begins_as_any_other(ranks: Any, tmp_path: Path, name: str, kind: str) -> None:
+    """Orders and samples that are drawn as the loader is read, and the numbers of batches."""
+    path = str(tmp_path / "end.ckpt")
+    is_read_by_each = kind in ("stream", "sized") and name in ("ddp_custom", "fsdp_custom")
+    steps = 2 * STEPS if is_read_by_each else STEPS
+    whole = run(ranks, name, path, kind=kind, save=steps)
+    resumed = run(ranks, name, path, kind=kind, from_path=path)
+    assert [rank["seen"] for rank in resumed] == [rank["seen"][steps:] for rank in whole]
+    assert [rank["drawn"] for rank in resumed] == [rank["drawn"][steps:] for rank in whole]
+    assert difference(resumed[0]["weights"], whole[0]["weights"]) == 0
+    assert not resumed[0]["told"]
 
 
 def test_hooks_draw_on_where_a_loader_begins_anew(tmp_path: Path) -> None:
