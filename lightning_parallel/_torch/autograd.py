@@ -43,6 +43,19 @@ def after_backward(tensor: Tensor, action: Any) -> None:
     tensor.register_hook(queue)
 
 
+def hooks_of(leaf: Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """The hooks of a leaf: those that `Tensor.register_hook` has added, and `register_post_accumulate_grad_hook`.
+
+    `Tensor._backward_hooks`, since 0.2, and `_post_accumulate_grad_hooks`, since 2.1; there is no public spelling.
+
+    Args:
+        leaf: The leaf.
+    """
+    tables: Any = leaf._backward_hooks, leaf._post_accumulate_grad_hooks
+    own, later = (list((table or {}).values()) for table in tables)
+    return own, later
+
+
 @contextlib.contextmanager
 def checkpoints_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Inside this context, `torch.utils.checkpoint.checkpoint` runs ``wrap(function)``, in forward and in backward.

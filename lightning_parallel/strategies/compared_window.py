@@ -146,7 +146,7 @@ class ComparedWindow:
             group: The ranks that read different samples; ``None`` for one process.
         """
         self.num_backwards += 1
-        self.gradients.add()
+        self.gradients.add(group)
         if self.has_hook:  # in each microstep, of all gradients so far
             self.gradients.sums = self.gradients.averaged(group)
 
@@ -189,14 +189,23 @@ class ComparedWindow:
             expected: As `WindowGradients.averaged` returns them.
         """
         found = gradient_differences(ours, expected, self.tolerance)
-        return _gradients_in_words(found, expected, self.gradients.used, self.tolerance)
+        return self._in_words(found, expected)
 
     def _unexplained(self, ours: Callable[[str], Tensor], expected: Mapping[str, Tensor]) -> list[str]:
         """As `gradient_differences`, without those that rounding alone can make. A collective."""
         found = gradient_differences(ours, expected, self.tolerance)
         if any(of_all_ranks(bool(found))) and explained_by_rounding(found, self.plain, self.state, self.tolerance):
             self.rounded, found = found, {}
-        return _gradients_in_words(found, expected, self.gradients.used, self.tolerance)
+        return self._in_words(found, expected)
+
+    def _in_words(self, found: Mapping[str, float], expected: Collection[str]) -> list[str]:
+        words = _gradients_in_words(found, expected, self.gradients.used, self.tolerance)
+        if words and (hooked := sorted(self.gradients.hooked & found.keys())):
+            words[0] += (
+                f"; {first_of(hooked)}: with a hook of its own, which is given the gradient of this rank's samples, "
+                "before the mean over ranks. In on_after_backward, gradients are those of all samples"
+            )
+        return words
 
     @property
     def extent(self) -> str:

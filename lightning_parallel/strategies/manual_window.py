@@ -90,9 +90,7 @@ class ManualWindow(ComparedWindow):
     @override
     def update_differences(self, group: dist.ProcessGroup | None) -> list[str]:
         self.ours.take_metrics(self.plain.originals)
-        pending = self.gradients.pending
-        self.gradients.used |= pending.keys()
-        self.gradients.sums = {name: gradient * self._factors[-1] for name, gradient in pending.items()}
+        self.gradients.take(self._factors[-1], group)
         expected = self.gradients.averaged(group)  # on all ranks, also if this one has nothing to compare
         found = [] if self.expected.updates else ["the step updates parameters, and that of one process does not"]
         found += self.steady_differences()

@@ -32,7 +32,6 @@ _AVERAGING = tuple(
     for name in ("StochasticWeightAveraging", "WeightAveraging")
     if hasattr(callbacks, name)  # the second since Lightning 2.6
 )
-_POST_ACCUMULATE = "_post_accumulate_grad_hooks"
 _OWN_TABLES = frozenset({"_parameters", "_buffers", "_modules", *_torch.modules.HOOK_TABLES})
 """Attributes of every module, which keep no parameters but its own."""
 _NO_CONTAINERS = (torch.Tensor, int, float, str, type(None))
@@ -218,7 +217,7 @@ def idle_violations(given: Degrees, options: Mapping[str, Sequence[str]]) -> lis
 def unshardable_violations(module: LightningModule) -> list[str]:
     """Reasons that follow from sharding, which replaces the parameter objects of the module."""
     found = []
-    hooked = [name for name, p in module.named_parameters() if p._backward_hooks or getattr(p, _POST_ACCUMULATE, None)]
+    hooked = [name for name, parameter in module.named_parameters() if any(_torch.autograd.hooks_of(parameter))]
     if hooked:
         found.append(
             f"{len(hooked)} parameters have hooks of their own, which sharding would not run: {', '.join(hooked[:4])}; "

@@ -154,7 +154,7 @@ class PlainSteps:
         self.in_hooks = StepValues()
         follow_metrics(self.module, self.originals)  # which hooks have reset since, or given something
         self._before, self._given = KeptState(self.module), copy.deepcopy((args, kwargs))
-        with self._alone(), self._apart():
+        with self.alone(), self._apart():
             if self._optimizers is not None:
                 values, gradients = self._run_to_update(self._optimizers, args, kwargs)
             else:
@@ -195,7 +195,7 @@ class PlainSteps:
             args: As those of `run`.
             kwargs: The same.
         """
-        with self._alone():
+        with self.alone():
             return self._forward(args, kwargs)[0]
 
     def run_again(
@@ -256,7 +256,7 @@ class PlainSteps:
         """
         for name, parameter in self.module.named_parameters():
             parameter.grad = gradients.get(name)
-        with self._alone(), self.in_hooks.of(self.module, passes_on=False):
+        with self.alone(), self.in_hooks.of(self.module, passes_on=False):
             try:
                 self.module.on_after_backward()
             except Exception as error:  # of the user's code; the real hook has raised none
@@ -272,7 +272,7 @@ class PlainSteps:
             self.module.backward(loss)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
         """Let nothing be printed, warned, drawn or changed in the module itself, which closures may refer to."""
         attributes = [
             ObjectState(child, lambda name, value: type(value) in _KEPT and name not in _TABLES)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.strategies.backward_scale import BackwardScale
+from lightning_parallel.strategies.parameter_hooks import mean_gradient, parameter_hooks
 from lightning_parallel.strategies.plain_step import PlainSteps
 
 
@@ -31,15 +32,40 @@ class WindowGradients:
         """Name of a parameter -> the sum over the window's steps so far."""
         self.used: set[str] = set()
         """Names of parameters that have a gradient in one process."""
+        self.hooked: set[str] = set()
+        """Names of those that have hooks of their own."""
         self.scale = BackwardScale()
         """That of the real backward."""
 
-    def add(self) -> None:
-        """Add those of the last step, multiplied as the real backward has multiplied its own."""
-        factor = self.scale.over(self._plain.scale)
-        for name, gradient in self.pending.items():
-            part = gradient if factor is None else gradient * factor
-            self.sums[name] = self.sums[name] + part if name in self.sums else part
+    def add(self, group: dist.ProcessGroup | None) -> None:
+        """Add those of the last step, multiplied as the real backward has multiplied its own.
+
+        Args:
+            group: As that of `averaged`. Where parameters have hooks, this is a collective.
+        """
+        self.take(self.scale.over(self._plain.scale), group)
+
+    def take(self, factor: Any, group: dist.ProcessGroup | None) -> None:
+        """Add those of the last step, multiplied.
+
+        Args:
+            factor: By what; ``None`` for nothing.
+            group: As that of `add`.
+        """
+        if factor is not None:
+            self.pending = {name: gradient * factor for name, gradient in self.pending.items()}
+        hooks = parameter_hooks(self._plain.originals)
+        self.hooked |= hooks.keys()
+        parameters = self._plain.trained()
+        with self._plain.alone():
+            for name in [name for name in hooks if name in parameters]:  # in the same order on all ranks
+                mean = mean_gradient(self.pending.pop(name, None), parameters[name], group)
+                if mean is not None:
+                    self.pending[name] = hooks[name].replaced(mean)
+            for name, gradient in self.pending.items():
+                self.sums[name] = self.sums[name] + gradient if name in self.sums else gradient
+            for name in self.pending.keys() & hooks.keys():
+                self.sums[name] = hooks[name].behind_sum(parameters[name], self.sums[name])
         self.used |= self.pending.keys()
         self.pending = {}
 
