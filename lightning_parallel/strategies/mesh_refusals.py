@@ -263,7 +263,10 @@ def unshardable_callback_violations(module: LightningModule) -> list[str]:
         )
     averaging = [type(callback).__name__ for callback in used if isinstance(callback, _AVERAGING)]
     if averaging:
-        found.append(f"{', '.join(averaging)} copies whole parameters, which sharding cuts; use zero1_custom")
+        found.append(
+            f"{', '.join(averaging)} copies whole parameters, which sharding cuts; use ExponentialMovingAverage of "
+            "lightning_parallel.callbacks, which averages parts, or zero1_custom"
+        )
     return found
 
 
