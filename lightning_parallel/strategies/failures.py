@@ -30,6 +30,8 @@ GRACE = 30.0
 ends; one that stands still has `stillness.LONG_ENOUGH`."""
 GRACE_OF_DEAD = 10.0
 """Seconds in which a rank may notice by itself that the process of another one is gone. Launchers kill after 30."""
+_LONGER = 10
+"""Times as long waits a rank without the store for rank 0 that runs: it may save."""
 _READ = 5.0
 """Seconds that rank 0, which keeps the store, waits for others to read why it ends."""
 _OF_DEATH = 1.0
@@ -242,8 +244,13 @@ class FailureWatch:
                     if not is_over.is_set():
                         _end(f"{first}. Rank {self._rank} waits for it in vain, and ends.")
                     return
-        if (name := waits_in_vain(is_over, main, begun, GRACE_OF_DEAD)) is not None:
+        if (name := waits_in_vain(is_over, main, begun, self._patience)) is not None:
             _end(_LOST.format(rank=self._rank, name=name))
+
+    def _patience(self) -> float:
+        """Seconds in which a rank may notice by itself that rank 0, which may have kept the store, is gone."""
+        is_running = None if self._neighbours is None else self._neighbours.is_running(0)
+        return {None: GRACE, True: _LONGER * GRACE, False: GRACE_OF_DEAD}[is_running]
 
     def _note_dead(self, seconds: float = 0.0) -> int:
         """Tell all ranks of those on this machine that are gone; returns how many, as soon as there are any."""
@@ -267,8 +274,8 @@ def _wait(store: dist.Store, names: list[str]) -> None:
 
 
 _LOST = (
-    "the store in which ranks meet is gone, and with it the process of rank 0, which has kept it; what it wrote last "
-    "says why. Rank {rank} waits in vain in {name}, and ends."
+    "the store in which ranks meet is gone, and with it the process that has kept it: rank 0, or torchrun on its "
+    "machine. What these wrote last says why. Rank {rank} waits in vain in {name}, and ends."
 )
 _DIED = "rank {} died without an error (process {}): it was killed from outside, as when memory runs out, or it crashed"
 

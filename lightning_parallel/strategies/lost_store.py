@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from lightning_parallel import _torch
 from lightning_parallel.strategies.rank_places import collective_in_words
@@ -12,7 +13,9 @@ _LOOK = 0.5
 """Seconds between two looks."""
 
 
-def waits_in_vain(is_over: threading.Event, thread: int, begun: set[tuple[str, int]], seconds: float) -> str | None:
+def waits_in_vain(
+    is_over: threading.Event, thread: int, begun: set[tuple[str, int]], patience: Callable[[], float]
+) -> str | None:
     """Wait until this rank stands still in a collective, of which no end can come.
 
     Rank 0 may be done with the run, and this rank almost: then it waits for no other one, and may take its time. Gloo
@@ -23,17 +26,17 @@ def waits_in_vain(is_over: threading.Event, thread: int, begun: set[tuple[str, i
         is_over: Set when the run of this rank is.
         thread: Identity of the one in which the run is.
         begun: Groups and numbers of collectives that were there before the run.
-        seconds: How long it has to stand still.
+        patience: How many seconds it has to stand still, as far as is known now.
 
     Returns:
         The collective; ``None`` where the run is over before.
     """
     stillness, name = Stillness(thread), ""
-    while not is_over.wait(min(_LOOK, seconds)):
+    while not is_over.wait(min(_LOOK, patience())):
         waiting = [each for each in _torch.flight_recorder.pending() if (each.group, each.number) not in begun]
         last, name = name, collective_in_words(waiting[0]) if waiting else ""
         if not name or name != last:
             stillness = Stillness(thread)
-        elif stillness.has_lasted(seconds):
+        elif stillness.has_lasted(patience()):
             return name
     return None

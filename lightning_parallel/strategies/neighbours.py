@@ -48,6 +48,16 @@ class Neighbours:
                     del self._processes[rank]
             return [(rank, pid) for rank, pid in gone if rank in self._processes]
 
+    def is_running(self, rank: int) -> bool | None:
+        """Whether the process of `rank` runs; ``None`` if nobody knows, as where it is on another machine.
+
+        Args:
+            rank: The rank.
+        """
+        with self._looks:
+            pid, known = self._processes.get(rank, (0, ""))
+            return identity(pid) == known if known else None
+
     def leave(self) -> None:
         """Say that this rank may be gone from now on."""
         self._store.set(f"{self._key}/left/{self._rank}", "1")

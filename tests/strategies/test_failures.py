@@ -187,7 +187,9 @@ def test_a_rank_that_waits_in_a_collective_without_the_store_ends(ranks: Any) ->
     with pytest.raises(RankError) as caught:
         ranks(4).run(fit_without_the_first_rank, deadline=60)
     assert "rank 0 died with exit code -9" in str(caught.value)
-    assert "the store in which ranks meet is gone, and with it the process of rank 0" in str(caught.value)
+    assert "the store in which ranks meet is gone, and with it the process that has kept it: rank 0" in str(
+        caught.value
+    )
     assert "Rank 1 waits in vain in all_reduce of [3], number 1 of group" in str(caught.value)
     assert "rank 1 died with exit code 1" in str(caught.value)
 
@@ -203,6 +205,7 @@ def test_only_a_process_that_is_gone_without_leave_is_dead() -> None:
         while first.gone() != [(1, other.pid)]:  # nobody has asked for its status: it is dead, and still listed
             time.sleep(0.01)
     assert first.gone() == [(1, other.pid)]
+    assert (first.is_running(1), second.is_running(0), first.is_running(2)) == (False, True, None)
     second.leave()
     assert first.gone() == []
 
