@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_parallel import _torch
+from lightning_parallel.module.differences import first_of
 from lightning_parallel.module.kept_state import KeptState
 from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.strategies.plain_step import PlainSteps
@@ -37,10 +38,14 @@ def tell_other_loss(plain: PlainSteps, group: dist.ProcessGroup | None, loss: Te
     module = plain.originals
     callbacks: Sequence[object] = module.trainer.callbacks  # type: ignore[attr-defined]
     is_weighed = any(getattr(each, "weighs_losses", False) for each in callbacks)
-    if group is None or group.size() == 1 or is_weighed or not module.automatic_optimization:
+    if group is None or group.size() == 1:
         return
     if paths := [path for path, child in module.named_modules() if getattr(child, "scale_grad_by_freq", False)]:
-        rank_zero_info(_BY_FREQUENCY.format(", ".join(paths), num_ranks=group.size()))
+        rank_zero_info(_BY_FREQUENCY.format(first_of(paths), num_ranks=group.size()))
+    if paths := [path for path, child in module.named_modules() if _takes_statistics(child)]:
+        rank_zero_info(_OF_BATCHES.format(first_of(paths), num_ranks=group.size()))
+    if is_weighed or not module.automatic_optimization:
+        return
     trial = _Trial(plain, loss)
     first = trial.losses_of(trial.parts[:1])
     if any(of_all_ranks(trial.is_in_vain)):  # all ranks alike, as a step may meet others before that is seen
@@ -52,6 +57,12 @@ def tell_other_loss(plain: PlainSteps, group: dist.ProcessGroup | None, loss: Te
     words = "" if trial.is_in_vain else _words(whole, losses, group.size(), near)
     if told := next(filter(None, of_all_ranks(words)), ""):
         rank_zero_info(told)
+
+
+def _takes_statistics(layer: nn.Module) -> bool:
+    """Whether a layer normalizes with the mean and variance of the samples that it is given."""
+    is_norm = isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))  # not `nn.SyncBatchNorm`
+    return is_norm and (layer.training or layer.running_mean is None)
 
 
 class _Trial:
@@ -128,6 +139,11 @@ _BY_FREQUENCY = (
     "{} divides gradients by how often each row is taken, which each of the {num_ranks} ranks that read different "
     "samples counts in its own: their mean is not the gradient of one process with all samples. Leave "
     "scale_grad_by_freq out"
+)
+_OF_BATCHES = (
+    "{} normalizes with statistics of its batch, which each of the {num_ranks} ranks that read different samples takes "
+    "of its own: other numbers than those of one process with all samples, as under torch's DistributedDataParallel. "
+    "On GPUs, give Trainer(sync_batchnorm=True); elsewhere, use a norm without them, such as nn.GroupNorm"
 )
 _SUM = (
     "the loss is a sum over samples ({whole:.5g} = {parts}, of parts of a batch), but gradients are averaged over the "

@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parallel import build_strategy
 from lightning_parallel.callbacks import TokenWeighted
 from lightning_parallel.strategies.loss_over_ranks import _words
 from tests.data import GLOBAL_BATCH, batches
-from tests.models.cases import LENGTH, VOCABULARY, ByteGPT
+from tests.models.cases import LENGTH, VOCABULARY, ByteGPT, next_token_loss
 from tests.models.faults import SumOfSamples, UnevenLabels, WithDropout
 from tests.names import num_ranks, num_readers
 from tests.parity import checked, make_trainer, train_module
@@ -63,7 +63,7 @@ def lines() -> Iterator[list[str]]:
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage().startswith(("the loss is a sum", "the loss of a batch")):
+            if record.getMessage().startswith(("the loss is a sum", "the loss of a batch", "norm normalizes")):
                 found.append(record.getMessage())
 
     logger, handler = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Handler()
@@ -96,6 +96,46 @@ def test_other_losses_are_told_once(ranks: Any, make: Any, words: str, name: str
     assert words in first[0]
     assert "2 ranks that read different samples" in first[0]
     assert not any(others)
+
+
+class NormalizesBatches(ByteGPT):
+    """Statistics of a batch, in training."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.norm = nn.BatchNorm1d(VOCABULARY)
+        self.frozen = nn.BatchNorm1d(VOCABULARY).eval()
+
+    def on_train_epoch_start(self) -> None:
+        self.frozen.eval()
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return next_token_loss(self.frozen(self.norm(self.model(tokens).mT)).mT, tokens)
+
+
+class NormalizesByHand(NormalizesBatches):
+    """The same under manual optimization."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch[0])
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("make", [NormalizesBatches, NormalizesByHand])
+def test_statistics_of_batches_are_told(ranks: Any, make: Any) -> None:
+    first, *others = ranks(2).run(told, make, "ddp_custom")
+    assert len(first) == 1
+    assert first[0].startswith("norm normalizes with statistics of its batch, which each of the 2 ranks")
+    assert not any(others)
+    assert not any(ranks(2).run(told, make, "tp_custom"))
 
 
 @pytest.mark.parametrize("make", [ByteGPT, WithDropout, ComparesAllSamples, DrawsNoise, FailsOnParts])
