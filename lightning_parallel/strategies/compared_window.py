@@ -19,7 +19,6 @@ from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.ranks.random_streams import RandomState
 from lightning_parallel.ranks.sketches import Sketches, unlike
 from lightning_parallel.ranks.stage_owners import stage_owners_of
-from lightning_parallel.strategies.backward_scale import BackwardScale
 from lightning_parallel.strategies.compared_metrics import (
     MetricStates,
     metric_differences,
@@ -137,7 +136,7 @@ class ComparedWindow:
 
     def watch(self, loss: Tensor) -> None:
         """Watch the gradient of `loss`, once it has passed all hooks."""
-        self.gradients.scale = BackwardScale(loss)
+        self.gradients.begin(loss)
 
     def add_gradients(self, group: dist.ProcessGroup | None) -> None:
         """Add the gradients of the copy's last step, multiplied as the real ones were. A collective if hooks see them.

@@ -197,9 +197,11 @@ def _thawed(parameters: set[nn.Parameter]) -> Iterator[None]:
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
-    yield
-    for parameter in frozen:
-        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.strategies.backward_scale import BackwardScale
-from lightning_parallel.strategies.parameter_hooks import mean_gradient, parameter_hooks
+from lightning_parallel.strategies.parameter_hooks import ParameterHooks, mean_gradient, parameter_hooks
 from lightning_parallel.strategies.plain_step import PlainSteps
 
 
@@ -34,8 +34,17 @@ class WindowGradients:
         """Names of parameters that have a gradient in one process."""
         self.hooked: set[str] = set()
         """Names of those that have hooks of their own."""
+        self._hooks: dict[str, ParameterHooks] = {}
         self.scale = BackwardScale()
         """That of the real backward."""
+
+    def begin(self, loss: Tensor) -> None:
+        """Note what the backward of `loss` is about to multiply and call: a hook may remove itself.
+
+        Args:
+            loss: The real one.
+        """
+        self.scale, self._hooks = BackwardScale(loss), parameter_hooks(self._plain.originals)
 
     def add(self, group: dist.ProcessGroup | None) -> None:
         """Add those of the last step, multiplied as the real backward has multiplied its own.
@@ -54,18 +63,20 @@ class WindowGradients:
         """
         if factor is not None:
             self.pending = {name: gradient * factor for name, gradient in self.pending.items()}
-        hooks = parameter_hooks(self._plain.originals)
+        hooks, parameters = self._hooks, self._plain.trained()
         self.hooked |= hooks.keys()
-        parameters = self._plain.trained()
         with self._plain.alone():
             for name in [name for name in hooks if name in parameters]:  # in the same order on all ranks
                 mean = mean_gradient(self.pending.pop(name, None), parameters[name], group)
                 if mean is not None:
-                    self.pending[name] = hooks[name].replaced(mean)
+                    with _errors_noted(self._plain, name):
+                        self.pending[name] = mean
+                        self.pending[name] = hooks[name].replaced(mean)
             for name, gradient in self.pending.items():
                 self.sums[name] = self.sums[name] + gradient if name in self.sums else gradient
             for name in self.pending.keys() & hooks.keys():
-                self.sums[name] = hooks[name].behind_sum(parameters[name], self.sums[name])
+                with _errors_noted(self._plain, name):
+                    self.sums[name] = hooks[name].behind_sum(parameters[name], self.sums[name])
         self.used |= self.pending.keys()
         self.pending = {}
 
@@ -90,6 +101,15 @@ class WindowGradients:
                 gradient /= size
             result[name] = gradient
         return self._plain.after_backward(result)
+
+
+@contextlib.contextmanager
+def _errors_noted(plain: PlainSteps, name: str) -> Iterator[None]:
+    """Inside this context, an error of a hook ends the comparison, and no more: the real call has raised none."""
+    try:
+        yield
+    except Exception as error:
+        plain.failure = f"a hook of {name}, called once more for a plain copy, raised {type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager

@@ -61,3 +61,12 @@ class Clamps(Tokens):
     def on_fit_start(self) -> None:
         for parameter in self.parameters():
             parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+class HookFailsAgain(Tokens):
+    """A hook that runs once: again, on a copy, it raises."""
+
+    def on_fit_start(self) -> None:
+        factors = [0.5]
+        parameter = self.model.head.weight
+        handle = parameter.register_hook(lambda gradient: (gradient * factors.pop(), handle.remove())[0])

@@ -38,3 +38,9 @@ def test_what_does_not_is_refused_and_told(ranks: Any) -> None:
         ranks(2).run(fitted, hooked.Clamps, checked("ddp_custom"), 2)
     assert "with a hook of its own, which is given the gradient of this rank's samples" in str(caught.value)
     assert "on_after_backward" in str(caught.value)
+
+
+def test_a_hook_that_raises_when_it_is_called_once_more_ends_no_run(ranks: Any) -> None:
+    """Nothing is compared then: the real call has raised nothing."""
+    expected = once(fitted, hooked.HookFailsAgain, "auto", 1)
+    assert worst(ranks(2).run(fitted, hooked.HookFailsAgain, checked("ddp_custom"), 2)[0], expected) < TOLERANCE
