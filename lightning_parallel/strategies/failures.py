@@ -97,8 +97,7 @@ class FailureWatch:
         self._store, self._first, self._num_said = _torch.groups.connected_store(), None, 0
         self._neighbours = Neighbours(self._store, self.key, self._rank, self._size)
         self._is_over = threading.Event()
-        begun = {(each.group, each.number) for each in _torch.flight_recorder.pending()}
-        watched = self._store, self._is_over, threading.get_ident(), begun
+        watched = self._store, self._is_over, threading.get_ident(), time.time_ns()
         self._thread = threading.Thread(target=self._watch, args=watched, daemon=True, name="rank-failures")
         self._thread.start()
 
@@ -231,7 +230,7 @@ class FailureWatch:
         while store.add(f"{self.key}/read", 0) < count and time.monotonic() < end:
             time.sleep(0.05)
 
-    def _watch(self, store: dist.Store, is_over: threading.Event, main: int, begun: set[tuple[str, int]]) -> None:
+    def _watch(self, store: dist.Store, is_over: threading.Event, main: int, since: int) -> None:
         with _store_may_be_gone():
             while not is_over.wait(POLL):
                 num_dead = self._note_dead()
@@ -244,7 +243,7 @@ class FailureWatch:
                     if not is_over.is_set():
                         _end(f"{first}. Rank {self._rank} waits for it in vain, and ends.")
                     return
-        if (name := waits_in_vain(is_over, main, begun, self._patience)) is not None:
+        if (name := waits_in_vain(is_over, main, since, self._patience)) is not None:
             _end(_LOST.format(rank=self._rank, name=name))
 
     def _patience(self) -> float:

@@ -13,9 +13,7 @@ _LOOK = 0.5
 """Seconds between two looks."""
 
 
-def waits_in_vain(
-    is_over: threading.Event, thread: int, begun: set[tuple[str, int]], patience: Callable[[], float]
-) -> str | None:
+def waits_in_vain(is_over: threading.Event, thread: int, since: int, patience: Callable[[], float]) -> str | None:
     """Wait until this rank stands still in a collective, of which no end can come.
 
     Rank 0 may be done with the run, and this rank almost: then it waits for no other one, and may take its time. Gloo
@@ -25,7 +23,7 @@ def waits_in_vain(
     Args:
         is_over: Set when the run of this rank is.
         thread: Identity of the one in which the run is.
-        begun: Groups and numbers of collectives that were there before the run.
+        since: When the run began, in nanoseconds since 1970: collectives from before do not count.
         patience: How many seconds it has to stand still, as far as is known now.
 
     Returns:
@@ -33,7 +31,7 @@ def waits_in_vain(
     """
     stillness, name = Stillness(thread), ""
     while not is_over.wait(min(_LOOK, patience())):
-        waiting = [each for each in _torch.flight_recorder.pending() if (each.group, each.number) not in begun]
+        waiting = [each for each in _torch.flight_recorder.pending() if each.began >= since]
         last, name = name, collective_in_words(waiting[0]) if waiting else ""
         if not name or name != last:
             stillness = Stillness(thread)
