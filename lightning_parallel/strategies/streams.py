@@ -53,7 +53,7 @@ class RandomStreams:
             RandomState.from_plain(shared).restore(device)
             self._has_resumed = not reads_on
             self._rest = shared if loaded and loaded["is_in_epoch"] else None
-            if self._rest is None and _are_loaders_of_torch(trainer):
+            if self._rest is None and _can_begin_again(trainer):
                 # They have drawn already, and the first batch may be there: as the epoch would have begun, from here.
                 _lightning.epochs.begin_pass(trainer)
                 self._has_resumed = False
@@ -125,10 +125,16 @@ class RandomStreams:
         self._loaded = checkpoint.get(_KEY)
 
 
-def _are_loaders_of_torch(trainer: Trainer) -> bool:
-    """Whether all training loaders can be read from their beginning again; an iterator could not."""
+def _can_begin_again(trainer: Trainer) -> bool:
+    """Whether all training loaders can be read from their beginning again.
+
+    An iterator could not, and one with a state of its own, such as torchdata's `StatefulDataLoader`, has gone on from it.
+    """
     loaders = _lightning.training_loaders(trainer)
-    return loaders is not None and all(isinstance(loader, DataLoader) for loader in loaders.flattened)
+    return loaders is not None and all(
+        isinstance(loader, DataLoader) and not isinstance(loader, _lightning.epochs.Stateful)
+        for loader in loaders.flattened
+    )
 
 
 def _draw_seeds_of_loaders(trainer: Trainer) -> None:

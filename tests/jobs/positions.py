@@ -81,6 +81,24 @@ class Stateful:
         self.position, self.restored = state["position"], True
 
 
+class Passes(DataLoader[Tensor]):
+    """A loader of torch with a state of its own: an order for each pass, counted as the pass begins."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Any:
+        self.num_passes += 1
+        order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.num_passes))
+        torch.empty((), dtype=torch.int64).random_()  # as torch does for the seeds of workers
+        return iter([part.float() for part in order.split(self.batch_size or 1)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_passes": self.num_passes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_passes = state["num_passes"]
+
+
 class Layer(nn.Module):
     """One of a stack."""
 
@@ -139,6 +157,8 @@ def loaders(kind: str, readers: int, rank: int, size: int) -> Any:
         return Stateful(rank, readers)
     if kind in ("stream", "sized"):
         return DataLoader(Stream() if kind == "stream" else Sized(), batch_size=size)
+    if kind == "passes":
+        return Passes(Numbers(), batch_size=size)
     if kind.startswith("noisy"):
         return DataLoader(Noisy(), size, shuffle=True, num_workers=2 if "workers" in kind else 0)
     data = Numbers(23 if kind == "uneven" else NUM_SAMPLES)

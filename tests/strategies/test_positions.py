@@ -175,6 +175,14 @@ def test_loaders_with_states(ranks: Any, tmp_path: Path) -> None:
     assert "states are those of 2 data ranks, where 1 read now" in other["told"][0]
 
 
+def test_a_loader_that_counts_its_passes_begins_each_once(tmp_path: Path) -> None:
+    path = str(tmp_path / "end.ckpt")
+    whole = fit("ddp_custom", 1, path, kind="passes", save=STEPS)
+    resumed = fit("ddp_custom", 1, path, kind="passes", from_path=path)
+    assert resumed["seen"] == whole["seen"][STEPS:]
+    assert resumed["drawn"] == whole["drawn"][STEPS:]
+
+
 @pytest.mark.parametrize("name", ["ddp_custom", "one:dp_custom"])
 def test_what_cannot_be_positioned_is_told(ranks: Any, tmp_path: Path, name: str) -> None:
     path = str(tmp_path / "middle.ckpt")
