@@ -128,7 +128,7 @@ class RandomStreams:
 def _can_begin_again(trainer: Trainer) -> bool:
     """Whether all training loaders can be read from their beginning again.
 
-    An iterator could not, and one with a state of its own, such as torchdata's `StatefulDataLoader`, has gone on from it.
+    An iterator could not. One with a state of its own, such as torchdata's `StatefulDataLoader`, has gone on from it.
     """
     loaders = _lightning.training_loaders(trainer)
     return loaders is not None and all(
