@@ -159,7 +159,7 @@ class LayerRun:
         known = {id(value) for value in before}
         kept = [value for value in _attributes(layer) if id(value) not in known]
         kept += collected.tensors if collected is not None else []
-        self._leaves = [_floats(output), [leaf for leaf in _floats(kept) if leaf.requires_grad]]
+        self._leaves = [_floats(output), [full_of(leaf) for leaf in _floats(kept) if leaf.requires_grad]]
         self.results, self.kept = ([leaf.detach() for leaf in leaves] for leaves in self._leaves)
         self._inputs = [(_OTHER if index else HIDDEN_STATES, leaf, False) for index, leaf in enumerate(given.leaves)]
         self._inputs += [(name, p, True) for name, p in layer.named_parameters() if p.requires_grad]

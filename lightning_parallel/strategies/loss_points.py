@@ -37,7 +37,11 @@ class Tried(TorchFunctionMode):
 
 
 def moved(passed: Passed) -> Passed:
-    """Return other hidden states, as far from these as these from zero.
+    """Return other hidden states, at least as far from these as these from zero, and from those of any other samples.
+
+    A router that has hardly learned gives all samples nearly the same: a loss of how even its choices are is then the
+    mean of its microbatches but for rounding, while its gradient is another one. So all that is moved here moves by
+    something of its own, too, which no mean over samples takes away.
 
     Args:
         passed: What a stage has sent on, `[batch, length, width]`.
@@ -48,7 +52,10 @@ def moved(passed: Passed) -> Passed:
 def _moved_tensor(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point() or not tensor.ndim:
         return tensor
-    return tensor + torch.randn_like(tensor) * tensor.float().pow(2).mean().sqrt().to(tensor.dtype)
+    far = tensor.float().pow(2).mean().sqrt().clamp(min=1.0).to(tensor.dtype)
+    own = torch.randn(tensor.shape[-1:], dtype=tensor.dtype, device=tensor.device)
+    point = tensor + far * (torch.randn_like(tensor) + own)
+    return point.abs() if bool((tensor >= 0).all()) else point  # such as probabilities, of which a logarithm is taken
 
 
 def tolerance_of(passed: list[Passed]) -> float:

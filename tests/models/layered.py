@@ -55,6 +55,30 @@ class Demo(Case):
         return F.nll_loss(self.model(tokens, tokens.roll(1, 1)), tokens.flatten())
 
 
+class Recurrence(nn.Module):
+    """A gated linear recurrence with a parameter for each feature, which keeps its last state, for a next call."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.decay = nn.Parameter(torch.linspace(-2, 2, 2 * width))
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs, decay = self.up(self.norm(x)), self.decay.sigmoid()
+        states = [inputs[:, 0]]
+        for position in range(1, x.shape[1]):
+            states.append(decay * states[-1] + (1 - decay) * inputs[:, position])
+        self.state = states[-1]
+        return x + self.down(torch.stack(states, 1))
+
+
+class Recurrences(ByteGPT):
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.model.blocks = nn.ModuleList(Recurrence() for _ in range(3))
+
+
 class HardBlock(nn.Module):
     """Maps of their own for queries, keys and values, and the number of heads written into `forward`."""
 

@@ -6,7 +6,7 @@ import lightning as L
 
 from tests.models.cases import CASES, REFUSED_CASES, Case
 from tests.models.hugging_face import T5, Bert, Llama, Mixtral, OddLength, OneKeyHead, Qwen3, TwoLengths, ViT
-from tests.models.layered import Demo, Encoder, Hard, PaddedEncoder, Pruned, SequenceFirst
+from tests.models.layered import Demo, Encoder, Hard, PaddedEncoder, Pruned, Recurrences, SequenceFirst
 from tests.models.pipelined import (
     Deep,
     DeepTied,
@@ -48,6 +48,7 @@ TENSOR_MODULES: dict[str, type[Case]] = {
     "hard": Hard,
     "falcon": Falcon,
     "pruned": Pruned,
+    "recurrences": Recurrences,
 }
 
 PIPELINE_MODULES: dict[str, type[Case]] = {

@@ -29,6 +29,7 @@ RUNS = [
     ("RouterLoss", "fsdp_custom:context=2,tensor=2", 4, 1),
     ("RouterLoss", "pp_custom", 2, 1),
     ("RouterLoss", "pp_custom:schedule=turns", 2, 1),
+    ("FreshRouters", "pp_custom", 2, 1),
     ("RouterLossWithMask", "pp_custom", 2, 1),
     ("RouterLossWithMask", "pp_custom:schedule=turns", 2, 1),
     ("MiddleStates", "pp_custom", 2, 1),
