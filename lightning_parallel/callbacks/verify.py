@@ -9,12 +9,17 @@ from typing_extensions import override
 
 from lightning_parallel.errors import RanksDifferError, check
 from lightning_parallel.module.placeholders import is_placeholder
-from lightning_parallel.ranks.fingerprints import Fingerprint, differing, hash_of_names, of_optimizer, of_parameters
+from lightning_parallel.ranks.fingerprints import (
+    Fingerprint,
+    differing,
+    hash_of_names,
+    of_optimizer,
+    of_parameters,
+    parted_in_words,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-_MOST_NAMED = 4
 
 
 class Verify(Callback):
@@ -61,7 +66,7 @@ class Verify(Callback):
         if trainer.world_size > 1 and (found := differing(_held(trainer, module))):
             if trainer.global_rank != 0:
                 raise RanksDifferError("ranks hold different values; rank 0 says which")
-            raise RanksDifferError(_in_words(found, trainer.global_step, self._agreed))
+            raise RanksDifferError(parted_in_words(found, trainer.global_step, self._agreed))
         self._agreed = trainer.global_step
 
 
@@ -73,19 +78,3 @@ def _held(trainer: Trainer, module: LightningModule) -> list[Fingerprint]:
         label = type(optimizer).__name__ + (f" {number}" if len(trainer.optimizers) > 1 else "")
         found += of_optimizer(optimizer, label, names)
     return [*found, ("options", "the number of steps", hash_of_names([str(trainer.global_step)]))]
-
-
-def _in_words(found: dict[str, list[list[int]]], step: int, agreed: int | None) -> str:
-    name, ranks = next(iter(found.items()))
-    groups = " and ".join(f"rank{'s' if len(each) > 1 else ''} {', '.join(map(str, each))}" for each in ranks)
-    others = [each for each in found if each != name]
-    also = f", and so do {', '.join(others[:_MOST_NAMED])}" if others else ""
-    more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
-    when = f"before the first step of this fit (global_step={step})" if agreed is None else f"after step {step}"
-    since = "" if agreed is None else f" (they were equal after step {agreed})"
-    trusted = f". Nothing later than step {agreed} is to be trusted: resume from a checkpoint of that step or before"
-    return (
-        f"{when}, {name} differs between {groups}{also}{more}, though these ranks must hold equal values{since}. A "
-        "rank has done something by itself: look for code that draws random numbers, writes weights or skips "
-        f"something on some ranks only, such as below `if self.global_rank == 0`{'' if agreed is None else trusted}"
-    )

@@ -19,6 +19,9 @@ from lightning_parallel.ranks.stage_owners import stage_owners_of
 Fingerprint = tuple[Hashable, str, int]
 """The group of values, the name of one, which no other has, and a number made from its bytes. Ranks that have a group
 have it alike."""
+_MOST_NAMED = 4
+_WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> whole numbers of as many."""
 
 
 def of_parameters(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[Fingerprint]:
@@ -29,6 +32,31 @@ def of_parameters(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[Fingerpr
     """
     for name, parameter in parameters:
         yield _part_of(parameter, parameter), name, _number(parameter)
+
+
+def of_copies(parameters: Iterable[tuple[str, Tensor]]) -> list[Fingerprint]:
+    """Take the fingerprints of parameters where they are: the sums of their bits, sent to the host in one piece.
+
+    Parameters of classes of their own, which may keep their values elsewhere, are left out.
+
+    Args:
+        parameters: As in `of_parameters`.
+    """
+    named = [(name, p, local_of(p.detach())) for name, p in parameters]
+    named = [each for each in named if type(each[2]) is Tensor and each[2].layout is torch.strided]
+    sums = [_sum_of_bits(local) for *_, local in named]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, each in enumerate(sums):
+        by_device.setdefault(each.device, []).append(index)
+    numbers: dict[int, int] = {}
+    for indices in by_device.values():
+        numbers.update(zip(indices, torch.stack([sums[index] for index in indices]).tolist(), strict=True))
+    return [(_part_of(p, p), name, numbers[index]) for index, (name, p, _) in enumerate(named)]
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return plain.contiguous().view(_WIDTHS[plain.element_size()]).sum(dtype=torch.int64)
 
 
 def of_optimizer(optimizer: Optimizer, label: str, names: Mapping[Any, str]) -> Iterator[Fingerprint]:
@@ -85,6 +113,29 @@ def differing(own: list[Fingerprint]) -> dict[str, list[list[int]]]:
         return {}
     detailed = {(group, name): number for group, name, number in own if group in groups}
     return {name: ranks for (_, name), ranks in _unequal(detailed)}
+
+
+def parted_in_words(found: Mapping[str, list[list[int]]], step: int, agreed: int | None) -> str:
+    """The words for ranks that have parted.
+
+    Args:
+        found: As `differing` returns it, not empty.
+        step: The number of steps behind which they differ.
+        agreed: That behind which they were equal last; ``None`` if nobody has looked.
+    """
+    name, ranks = next(iter(found.items()))
+    groups = " and ".join(f"rank{'s' if len(each) > 1 else ''} {', '.join(map(str, each))}" for each in ranks)
+    others = [each for each in found if each != name]
+    also = f", and so do {', '.join(others[:_MOST_NAMED])}" if others else ""
+    more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
+    when = f"before the first step of this fit (global_step={step})" if agreed is None else f"after step {step}"
+    since = "" if agreed is None else f" (they were equal after step {agreed})"
+    trusted = f". Nothing later than step {agreed} is to be trusted: resume from a checkpoint of that step or before"
+    return (
+        f"{when}, {name} differs between {groups}{also}{more}, though these ranks must hold equal values{since}. A "
+        "rank has done something by itself: look for code that draws random numbers, writes weights or skips "
+        f"something on some ranks only, such as below `if self.global_rank == 0`{'' if agreed is None else trusted}"
+    )
 
 
 def _unequal(own: Mapping[Any, int]) -> list[tuple[Any, list[list[int]]]]:

@@ -57,7 +57,7 @@ class DDPStrategy(LockStepStrategy):
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a missing rank; seconds or a timedelta.
         hang_timeout: After how long ranks that wait for each other in vain are ended, and told where; 0 is never.
-        check: When the first step is compared with one process: ``"auto"`` if a copy fits, ``"first_step"``, ``"off"``.
+        check: The proof of the first step, and of equal copies: ``"auto"`` (what fits), ``"first_step"``, ``"off"``.
         start_method: How ranks are started: ``"popen"`` runs the script again for each; ``"fork"`` serves notebooks,
             ``"spawn"`` and ``"forkserver"`` functions that can be pickled.
         checkpoint: ``"whole"``, a file that rank 0 writes; ``"sharded"``, a folder to which each rank writes its part;

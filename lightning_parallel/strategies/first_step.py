@@ -64,7 +64,7 @@ class FirstStep:
     def __init__(self, strategy: ComparedStrategy, check: str) -> None:
         refuse(check_violations(check))
         self._strategy = strategy
-        self._check = check
+        self.check = check
         self._copy: ComparedCopy | None = None
         self._window: ComparedWindow | None = None
         self._layers: tuple[str, ...] = ()
@@ -82,10 +82,10 @@ class FirstStep:
         """Copy the module, if it is to be compared. Call it before anything is applied to it."""
         self.end()
         strategy = self._strategy
-        is_left = self._check == "off" or trainer.state.fn != TrainerFn.FITTING
+        is_left = self.check == "off" or trainer.state.fn != TrainerFn.FITTING
         if is_left or is_reference(strategy) or trainer.ckpt_path is not None:
             return
-        self._copy, reason = copy_of(strategy, trainer, may_leave_out=self._check == "auto")
+        self._copy, reason = copy_of(strategy, trainer, may_leave_out=self.check == "auto")
         self._layers = layers_with_parts(strategy) if self._agree(reason) else ()
 
     def _agree(self, reason: str) -> bool:

@@ -16,6 +16,7 @@ from lightning_parallel.ranks.fingerprints import of_batch
 from lightning_parallel.ranks.mesh import build_host_group
 from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.strategies.epoch_ends import EpochEnds
+from lightning_parallel.strategies.equal_copies import EqualCopies
 from lightning_parallel.strategies.evaluation_turns import EvaluationTurns, nothing_left
 from lightning_parallel.strategies.loader_lengths import length_violations, unequal_sharers
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
@@ -31,6 +32,7 @@ class LockStepStrategy(ProcessGroupStrategy):
     _epoch_ends: EpochEnds | None = None
     _turns: EvaluationTurns | None = None
     _rank_buffers: RankBuffers | None = None
+    _copies: EqualCopies | None = None
     _readers: list[int]
     _compared: set[tuple[Any, int]]
 
@@ -91,13 +93,23 @@ class LockStepStrategy(ProcessGroupStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._rank_buffers = RankBuffers(self.module) if self.world_size > 1 else None
+        if self.world_size > 1:
+            self._rank_buffers = RankBuffers(self.module)
+            self._copies = None if self.first_step.check == "off" else EqualCopies(self.module, self.root_device)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if self._rank_buffers is not None:
             self._rank_buffers.begin_step()
+        if self._copies is not None:
+            self._copies.look()
+
+    @override
+    def on_train_end(self) -> None:
+        if self._copies is not None:
+            self._copies.look(is_end=True)
+        super().on_train_end()
 
     def _begin_turns(self) -> None:
         self._end_turns()
@@ -161,7 +173,7 @@ class LockStepStrategy(ProcessGroupStrategy):
     @override
     def teardown(self) -> None:
         self._end_turns()
-        self._rank_buffers = None
+        self._rank_buffers = self._copies = None
         if self._epoch_ends is not None:
             self._epoch_ends.detach()
             self._epoch_ends = None

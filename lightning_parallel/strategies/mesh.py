@@ -75,7 +75,7 @@ class MeshStrategy(MeshedStrategy):
         process_group_backend: ``"nccl"``, ``"gloo"``...; by default what fits the device.
         timeout: How long a collective waits for a missing rank; seconds or a timedelta.
         hang_timeout: After how long ranks that wait for each other in vain are ended, and told where; 0 is never.
-        check: When the first step is compared with one process: ``"auto"`` (what fits), ``"first_step"``, ``"off"``.
+        check: The proof of the first step, and of equal copies: ``"auto"`` (what fits), ``"first_step"``, ``"off"``.
         start_method: ``"popen"`` runs the script for each rank, ``"fork"`` serves notebooks; ``"spawn"`` and others.
         checkpoint: ``"whole"`` (a file), ``"sharded"`` (a folder), ``"auto"``; ``"async"``, ``"async-whole"``...
         on_save_error: Where a checkpoint cannot be written, ``"raise"`` ends the run, ``"warn"`` goes on without it.

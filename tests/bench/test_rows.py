@@ -54,7 +54,7 @@ def test_the_comparison_of_the_first_step_is_left_out_unless_it_is_asked_for() -
     for name, options in (("fsdp_custom", "off"), ("fsdp_custom:tensor=1,check=first_step", "first_step")):
         strategy = Row(name).strategy()
         assert isinstance(strategy, MeshStrategy)
-        assert strategy.first_step._check == options
+        assert strategy.first_step.check == options
 
 
 def test_the_global_batch_grows_in_weak_scaling_only() -> None:

@@ -59,6 +59,20 @@ class OnOneRank(ByteGPT):
         return super().training_step(batch, batch_idx)
 
 
+class DrawnInStep(ByteGPT):
+    """First values of a parameter are drawn in the first step, and written where torch does not count it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_drawn = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.is_drawn:
+            self.is_drawn = True
+            self.model.norm.bias.data.add_(torch.randn_like(self.model.norm.bias), alpha=1e-3)
+        return super().training_step(batch, batch_idx)
+
+
 def fit(make: Any, strategy: str, num_ranks: int) -> Any:
     return train_module(make, batches("byte_gpt", num_ranks), strategy, num_ranks)
 
@@ -81,6 +95,13 @@ def test_means_of_samples_are_refused(ranks: Any) -> None:
     words = ranks(2).run(refused, MeanOfSamples, "ddp_custom")[1]
     assert "the step writes into mean, on each rank" in words
     assert "Keep it in a buffer" in words
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_that_each_rank_draws_are_refused(ranks: Any, name: str) -> None:
+    for words in ranks(2).run(refused, DrawnInStep, name):
+        assert "the step writes into model.norm.bias, on each rank" in words
+        assert "draw first values in setup()" in words
 
 
 def test_a_write_of_one_rank_is_refused_on_all(ranks: Any) -> None:

@@ -1,0 +1,99 @@
+"""Parameters of which several ranks have a copy, or the same shard, are equal on them: a look while a fit goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from lightning_parallel.errors import RanksDifferError
+from lightning_parallel.module.differences import first_of
+from lightning_parallel.module.placeholders import is_placeholder
+from lightning_parallel.ranks.dtensors import local_of
+from lightning_parallel.ranks.fingerprints import differing, of_copies, parted_in_words
+from lightning_parallel.ranks.objects import of_all_ranks
+from lightning_parallel.ranks.sketches import Sketches
+
+_ALWAYS = 4
+"""Steps behind each of which ranks are compared; then those whose number is a power of two, up to `_EVERY`."""
+_EVERY = 1024
+"""From there on, every so many: it takes a pass over the parameters, where a step takes dozens."""
+_ROUNDING = 1e-4
+"""The difference, as a share of the norm, that kernels which add in no fixed order may make."""
+_ROUNDING_OF_HALF = 2e-2
+
+
+class EqualCopies:
+    """Ends a fit whose ranks have parted: gradients are averaged, and a rank may have done something else by itself.
+
+    Such as drawn the first values of a parameter in a step, written through ``.data`` what its own samples give, or
+    skipped an update. The states of optimizers are not looked at; the callback `Verify` does.
+
+    Args:
+        module: The module.
+        device: This rank's device.
+
+    Example:
+        >>> copies = EqualCopies(module, device)
+        >>> copies.look()  # before each step, and behind the last one
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._num_steps = 0
+        self._agreed: int | None = None
+        self._has_told = False
+
+    def look(self, *, is_end: bool = False) -> None:
+        """Compare the ranks, if it is time to. A collective then.
+
+        Raises:
+            RanksDifferError: What differs, on rank 0, and since when.
+        """
+        number = self._num_steps
+        self._num_steps += not is_end
+        is_due = number <= _ALWAYS or number % _EVERY == 0 or (number < _EVERY and not number & (number - 1))
+        if is_due or (is_end and number != self._agreed):
+            self._compare(number)
+
+    def _compare(self, number: int) -> None:
+        found = differing(of_copies(self._own().items()))
+        if found and (parted := self._parted(found)):
+            if self._module.trainer.global_rank != 0:  # type: ignore[union-attr]
+                raise RanksDifferError("ranks hold different values; rank 0 says which")
+            raise RanksDifferError(parted_in_words(parted, number, self._agreed))
+        self._agreed = number
+
+    def _own(self) -> dict[str, Tensor]:
+        """The parameters of which this rank has values."""
+        return {
+            name: p
+            for name, p in self._module.named_parameters()
+            if not is_placeholder(p) and not isinstance(p, UninitializedParameter) and not p.is_meta
+        }
+
+    def _parted(self, found: Mapping[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        """Those that differ by more than rounding. A collective."""
+        local = {name: local_of(p.detach()) for name, p in self._own().items() if name in found}
+        sketches = Sketches(self._device).of(local, local)
+        widths = {name: _ROUNDING if tensor.element_size() > 2 else _ROUNDING_OF_HALF for name, tensor in local.items()}
+        of_ranks = of_all_ranks({name: (sketch, widths[name]) for name, sketch in sketches.items()})
+        parted = {}
+        for name, groups in found.items():
+            (first, allowed), *others = (of_ranks[ranks[0]][name] for ranks in groups)
+            distances = [(other - first).norm() for other, _ in others]
+            if not all(distance <= allowed * first.norm() for distance in distances):  # not a number is no rounding
+                parted[name] = groups
+        if not parted and not self._has_told:
+            self._has_told = True
+            rank_zero_info(_BY_ROUNDING.format(first_of(sorted(found))))
+        return parted
+
+
+_BY_ROUNDING = (
+    "ranks hold values of {} that differ by rounding, though they must hold equal ones: a kernel adds in no fixed "
+    "order, which torch.use_deterministic_algorithms(True) names. Ranks are compared again, and more ends the fit"
+)
