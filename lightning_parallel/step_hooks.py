@@ -63,6 +63,9 @@ class StepHooks:
         """Return a context for a step's own code."""
         return contextlib.nullcontext()
 
+    def ran_forward(self) -> None:
+        """Call it when a training step has run, before ranks compare what has come of it."""
+
     def after_forward(self) -> None:
         """Call it between forward and backward of a training step."""
 

@@ -146,6 +146,10 @@ class Steps(StepHooks):
             raise
 
     @override
+    def ran_forward(self) -> None:
+        self.order.end_forward()
+
+    @override
     def after_forward(self) -> None:
         self._check_sequences()
         self._writes.keep_trained()

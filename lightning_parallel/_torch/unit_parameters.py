@@ -39,6 +39,18 @@ def forward_order(units: Sequence[FSDPModule]) -> list[int]:
     return [numbers[id(group)] for group in tuple(ran.post_forward_order) if id(group) in numbers] if ran else []
 
 
+def entered_units(units: Sequence[FSDPModule]) -> list[int]:
+    """The numbers of `units` whose forward has begun and is not over.
+
+    `FSDPParamGroup._training_state`, since 2.4; no public spelling.
+    """
+    return [
+        number
+        for number, unit in enumerate(units)
+        if any(group._training_state.name == "FORWARD" for group in parameter_groups(unit))
+    ]
+
+
 def gathered_parameters(unit: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of a parameter's shard and its gathered form, for those of `unit` that were gathered before.
 

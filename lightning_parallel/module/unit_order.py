@@ -27,13 +27,15 @@ class Calls(NamedTuple):
 
     Args:
         step: The number of looks before.
-        units: The numbers of the units, in order.
-        is_backward: Whether backward has begun.
+        units: The numbers of the units whose forward is over, in order.
+        is_over: Whether its forward is over: it waits for others in no further call.
+        entered: The numbers of those in whose forward it is, the outer ones too.
     """
 
     step: int
     units: list[int]
-    is_backward: bool
+    is_over: bool
+    entered: Sequence[int] = ()
 
     def contradicts(self, other: Calls) -> bool:
         """Whether no order of calls leads to both, however slow one of the ranks is."""
@@ -42,8 +44,18 @@ class Calls(NamedTuple):
         shared = min(len(self.units), len(other.units))
         if self.units[:shared] != other.units[:shared]:
             return True
-        more, less = (self, other) if len(self.units) > shared else (other, self)
-        return less.is_backward and len(more.units) > len(less.units)
+        for one, two in ((self, other), (other, self)):
+            rest = one.units[len(two.units) :]
+            if one.is_over and (len(two.units) > len(one.units) or not set(two.entered) <= set(rest)):
+                return True
+        if len(self.units) != len(other.units):
+            return False
+        return not (set(self.entered) <= set(other.entered) or set(other.entered) <= set(self.entered))
+
+    def beside(self, other: Calls) -> list[int]:
+        """The units in order, with that in which this rank waits, if the other one has not called it."""
+        known = {*other.entered, *other.units[len(self.units) :]}
+        return [*self.units, *[unit for unit in self.entered if unit not in known][:1]]
 
 
 class UnitOrder:
@@ -63,22 +75,27 @@ class UnitOrder:
         self._group = group
         self._called: list[int] = []
         self._num_before = self._num_checked = 0
-        self._is_backward = False
+        self._is_over = False
 
     def begin(self) -> None:
         """Forget what evaluation has called, of which torch keeps a list until the next backward."""
-        self._num_before, self._is_backward = len(self._now()), False
+        self._num_before, self._is_over = len(self._now()), False
 
     @property
     def calls(self) -> Calls:
         """The calls since the last look, for a thread that watches them."""
-        return Calls(self._num_checked, [*self._called, *self._now()[self._num_before :]], self._is_backward)
+        entered = [] if self._is_over else _torch.unit_parameters.entered_units(list(self.units.values()))
+        return Calls(self._num_checked, [*self._called, *self._now()[self._num_before :]], self._is_over, entered)
 
     def note(self) -> None:
         """Note what has been called by now; call it between forward and backward."""
         now = self._now()
         self._called += now[self._num_before :] if len(now) >= self._num_before else now
-        self._num_before, self._is_backward = len(now), True
+        self._num_before, self._is_over = len(now), True
+
+    def end_forward(self) -> None:
+        """Call it when a forward is over, behind which ranks may meet before its backward."""
+        self._is_over = True
 
     def votes(self) -> list[int]:
         """Numbers of which the largest over all ranks shows whether all have the same: each byte, and what it lacks."""
@@ -95,7 +112,7 @@ class UnitOrder:
             RanksDifferError: If they have.
         """
         own, self._called = self._called, []
-        self._num_before, self._num_checked, self._is_backward = 0, self._num_checked + 1, False
+        self._num_before, self._num_checked, self._is_over = 0, self._num_checked + 1, False
         half = len(most) // 2
         if all(byte == _BYTE - other for byte, other in zip(most[:half], most[half:], strict=True)):
             return
@@ -138,6 +155,7 @@ def in_words(paths: Sequence[str], orders: Sequence[Sequence[int]]) -> str:
         f"ranks have called different layers in this step: call {place + 1} of a sharded unit was {calls[0]} on rank 0 "
         f"and {calls[1]} on rank {other} of those that share parameters. Each call gathers parameters from all of "
         "them, so that one has computed with those of another layer. Decide alike on all ranks which layers run, such "
-        "as by a generator seeded with self.global_step; or call all of them, and drop a result; or give "
-        "ddp_custom:find_unused_parameters=true, under which each rank has all parameters"
+        "as by a generator seeded with self.global_step; or call all of them, and drop a result; or give layers=[], "
+        "with which the module is one unit, or ddp_custom:find_unused_parameters=true, under which each rank has all "
+        "parameters"
     )

@@ -170,8 +170,13 @@ class PlannedStrategy(PositionedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.steps.begin()
         with self.steps.forward():
-            output = self.first_step.run(super().training_step, args, kwargs)
+            output = self.first_step.run(self._run_step, args, kwargs)
         self.steps.after_forward()
+        return output
+
+    def _run_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        self.steps.ran_forward()
         return output
 
     @override

@@ -79,4 +79,4 @@ class _Watch:
             return
         theirs = Calls(*json.loads(store.get(first)))
         if own.contradicts(theirs):
-            self.failures.end(in_words(list(order.units), [theirs.units, own.units]))
+            self.failures.end(in_words(list(order.units), [theirs.beside(own), own.beside(theirs)]))

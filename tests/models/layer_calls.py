@@ -46,6 +46,13 @@ class DropsALayerOnOneRank(DropsALayer):
         return next_token_loss(self.logits(batch[0], left_out), batch[0])
 
 
+class DropsTheLastOnOneRank(DropsALayer):
+    """The same of the last layer, in the first step, as experts do that get no token."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return next_token_loss(self.logits(batch[0], {2} if self.global_rank == 1 else set()), batch[0])
+
+
 class NothingToValidate(Tokens):
     """A validation step that does nothing in the sanity check, and a test step that never calls a layer."""
 

@@ -20,6 +20,7 @@ from tests.models.layer_calls import (
     DropsALayerLater,
     DropsALayerOnOneRank,
     DropsTheFirstLayer,
+    DropsTheLastOnOneRank,
     NothingToValidate,
     PenalizedFeatures,
     TiedByFunction,
@@ -73,6 +74,15 @@ def test_ranks_that_wait_for_each_other_end_in_words(ranks: Any) -> None:
     assert time.monotonic() - start < 60
 
 
+def test_a_rank_that_waits_behind_its_forward_is_seen(ranks: Any) -> None:
+    """One has run its step and compares it with one process; the other waits in a layer that the first leaves out."""
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(error_of, DropsTheLastOnOneRank, "fsdp_custom", 2)
+    assert "call 3 of a sharded unit was model.blocks.2 on rank 0 and the module on rank 1" in str(caught.value)
+    assert time.monotonic() - start < 60
+
+
 @pytest.mark.parametrize(
     ("own", "other", "is_wrong"),
     [
@@ -81,6 +91,10 @@ def test_ranks_that_wait_for_each_other_end_in_words(ranks: Any) -> None:
         (Calls(0, [0, 1], True), Calls(0, [0, 1, 2], False), True),
         (Calls(0, [0, 2], False), Calls(0, [0, 1], False), True),
         (Calls(0, [0, 2], False), Calls(1, [0, 1], False), False),
+        (Calls(0, [0, 1, 3], True), Calls(0, [0, 1], False, [3, 2]), True),
+        (Calls(0, [0, 1, 3], True), Calls(0, [0, 1], False, [3]), False),
+        (Calls(0, [0], False, [3, 1]), Calls(0, [0], False, [3, 2]), True),
+        (Calls(0, [0], False, [3, 1]), Calls(0, [0], False, [3]), False),
     ],
 )
 def test_a_slow_rank_contradicts_nobody(own: Calls, other: Calls, is_wrong: bool) -> None:
