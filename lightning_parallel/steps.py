@@ -137,11 +137,9 @@ class Steps(StepHooks):
         try:
             with step_noted():
                 yield
-        except FirstStepError:  # which has run the step once more, to see how far it gets
-            raise
         except Exception as error:
-            violations = [text for lengths in self._lengths for text in lengths.between_layers(error)]
-            if violations:
+            lengths = () if isinstance(error, FirstStepError) else self._lengths  # it has run the step once more
+            if violations := [text for each in lengths for text in each.between_layers(error)]:
                 raise ConfigurationError(violations) from error
             raise
 

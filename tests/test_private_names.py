@@ -49,6 +49,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
     "_torch/joint_operations.py": {"func": "torch._ops.OpOverload"},
     "_torch/mixed_lists.py": {"operation": "torch._ops.OpOverload", "each": "torch._ops.OpOverload"},
     "_torch/unit_parameters.py": {
+        "group": f"{FSDP}_fsdp_param_group.FSDPParamGroup",
         "parameter": f"{FSDP}_fsdp_param.FSDPParam",
         "ran": f"{FSDP}_fsdp_param_group.FSDPCommContext",
         "self._parameter": f"{FSDP}_fsdp_param.FSDPParam",

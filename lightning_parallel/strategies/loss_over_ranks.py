@@ -19,11 +19,16 @@ from lightning_parallel import _torch
 from lightning_parallel.module.differences import first_of
 from lightning_parallel.module.kept_state import KeptState
 from lightning_parallel.ranks.objects import of_all_ranks
-from lightning_parallel.strategies.plain_step import PlainSteps
+from lightning_parallel.strategies.plain_step import PlainSteps, dense
 from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch
 
 _MOST_SAMPLES = 8
 """Samples that are looked at, at most: a few show it, and a step takes many. A batch of 11 has no such part."""
+_MOST_FOR_GRADIENTS = 4
+_SAME_GRADIENT = 2e-2
+"""The share of a gradient's norm up to which rounding, and a choice at its edge, may move it."""
+_NO_GRADIENT = 1e-5
+"""The share of the norm of all gradients below which one is rounding itself, as those of biases of keys."""
 
 
 def tell_other_loss(plain: PlainSteps, group: dist.ProcessGroup | None, loss: Tensor | None, near: float) -> None:
@@ -51,10 +56,14 @@ def tell_other_loss(plain: PlainSteps, group: dist.ProcessGroup | None, loss: Te
     if any(of_all_ranks(trial.is_in_vain)):  # all ranks alike, as a step may meet others before that is seen
         return
     losses = first + trial.losses_of(trial.parts[1:])
-    if not any(of_all_ranks(trial.may_differ(losses, near))):
-        return
-    whole = trial.losses_of([trial.samples])[0]
-    words = "" if trial.is_in_vain else _words(whole, losses, group.size(), near)
+    words = ""
+    if any(of_all_ranks(trial.may_differ(losses, near))):
+        whole = trial.losses_of([trial.samples])[0]
+        words = "" if trial.is_in_vain else _words(whole, losses, group.size(), near)
+    if not any(of_all_ranks(words)):
+        found = trial.differing_gradients()
+        names = first_of(sorted(found, key=lambda name: -found[name]))
+        words = _GRADIENTS.format(names, most=max(found.values()), num_ranks=group.size()) if found else ""
     if told := next(filter(None, of_all_ranks(words)), ""):
         rank_zero_info(told)
 
@@ -76,8 +85,8 @@ class _Trial:
     def __init__(self, plain: PlainSteps, loss: Tensor | None) -> None:
         self._plain = plain
         self._before = KeptState(plain.module)
-        batch = next(iter(plain.given[0]), None)
-        self.samples, self.parts = _cut(batch)
+        self._batch = batch = next(iter(plain.given[0]), None)
+        self.samples, self.parts = _cut(batch, _MOST_SAMPLES)
         # That of another run, which differs where a layer does something else in training: then, the whole is run, too.
         is_comparable = self.samples is batch and not plain.draws
         self._known = float(loss) if is_comparable and loss is not None and loss.numel() == 1 else None
@@ -87,7 +96,8 @@ class _Trial:
 
     def losses_of(self, batches: Sequence[Any]) -> list[float]:
         """The losses of the step on other batches."""
-        return [self._loss_of((batch, *self._plain.given[0][1:])) for batch in batches]
+        with torch.no_grad():
+            return [self._loss_of(batch) for batch in batches]
 
     def may_differ(self, losses: Sequence[float], near: float) -> bool:
         """Whether the loss of all samples has to be known: it may be another one than the mean of `losses`."""
@@ -95,13 +105,35 @@ class _Trial:
             return False
         return self._known is None or bool(_words(self._known, losses, num_ranks=1, near=near))
 
-    def _loss_of(self, args: Sequence[Any]) -> float:
+    def differing_gradients(self) -> dict[str, float]:
+        """Name of a parameter -> how far the gradient of some samples is from the mean of those of their parts.
+
+        As a share of its norm. A router that has hardly learned gives all samples nearly the same: the loss of how
+        evenly it chooses is then the mean of those of parts but for rounding, and its gradient is another one.
+        """
+        samples, parts = _cut(self._batch, _MOST_FOR_GRADIENTS)
+        if self.is_in_vain or not parts:
+            return {}
+        self._plain.take_gradients()
+        self._loss_of(samples, 1.0)
+        norms = _norms(self._plain.module)
+        for part in parts:
+            self._loss_of(part, -1.0 / len(parts))
+        apart = _norms(self._plain.module)
+        self._plain.take_gradients()
+        if self.is_in_vain or not math.isfinite(math.hypot(*norms.values(), *apart.values())):
+            return {}
+        least = _NO_GRADIENT * math.hypot(*norms.values())
+        found = {name: apart[name] / norm for name, norm in norms.items() if norm > least}
+        return {name: each for name, each in found.items() if each > _SAME_GRADIENT}
+
+    def _loss_of(self, batch: Any, times: float = 0.0) -> float:
         plain = self._plain
         self._before.restore()
         plain.module.eval()
         try:
-            with torch.no_grad(), _torch.groups.collectives_checked(self._note_meeting):
-                loss = plain.run_forward(args, plain.given[1]).loss
+            with _torch.groups.collectives_checked(self._note_meeting):
+                loss = plain.run_forward((batch, *plain.given[0][1:]), plain.given[1], times).loss
         except Exception:  # of the user's code, to which a part of a batch, or `eval()`, is news
             loss = None
         self.is_in_vain |= plain.draws or loss is None or loss.numel() != 1
@@ -111,13 +143,18 @@ class _Trial:
         self.is_in_vain = True
 
 
-def _cut(batch: Any) -> tuple[Any, list[Any]]:
+def _norms(module: nn.Module) -> dict[str, float]:
+    named = [(name, dense(p.grad)) for name, p in module.named_parameters() if p.grad is not None]
+    return {name: float(gradient.norm()) for name, gradient in named}
+
+
+def _cut(batch: Any, most: int) -> tuple[Any, list[Any]]:
     """Some of the samples of a batch, and equal parts of them, of two samples if that can be; none if it cannot."""
     try:
         size = batch_size_of(batch)
     except ValueError:
         return batch, []
-    count = next((number for number in range(_MOST_SAMPLES, 1, -1) if size % number == 0), 0)
+    count = next((number for number in range(most, 1, -1) if size % number == 0), 0)
     if not count:
         return batch, []
     samples = batch if count == size else cut_batch(batch, size, size // count)[0]
@@ -149,6 +186,12 @@ _SUM = (
     "the loss is a sum over samples ({whole:.5g} = {parts}, of parts of a batch), but gradients are averaged over the "
     "{num_ranks} ranks that read different samples, as under torch's DistributedDataParallel: each update is that of "
     "one process with 1/{num_ranks} of the loss. Divide the loss by the number of samples"
+)
+_GRADIENTS = (
+    "the gradient of a batch is not the mean of those of its parts, by {most:.1e} of its norm for {}, so that the mean "
+    "over the {num_ranks} ranks that read different samples is not that of one process with all of them, as under "
+    "torch's DistributedDataParallel. Where a loss looks at how evenly a router chooses, take its choices of all ranks "
+    "by self.all_gather(value, sync_grads=True)"
 )
 _OTHER = (
     "the loss of a batch ({whole:.5g}) is not the mean of the losses of its parts ({mean:.5g}), so that the mean over "

@@ -133,6 +133,8 @@ class PlainSteps:
         self.in_hooks = StepValues()
         """The values that hooks around the last backward have logged."""
         self._trained: set[str] = set()
+        self.given: tuple[Sequence[Any], dict[str, Any]] = (), {}
+        """The arguments of the last step."""
         self.failure = ""
         """The error of a hook behind backward, which may take the gradients of shards for granted; empty without."""
         is_automatic = module.automatic_optimization
@@ -153,7 +155,7 @@ class PlainSteps:
         """
         self.in_hooks = StepValues()
         follow_metrics(self.module, self.originals)  # which hooks have reset since, or given something
-        self._before, self._given = KeptState(self.module), copy.deepcopy((args, kwargs))
+        self._before, self.given = KeptState(self.module), copy.deepcopy((args, kwargs))
         with self.alone(), self._apart():
             if self._optimizers is not None:
                 values, gradients = self._run_to_update(self._optimizers, args, kwargs)
@@ -169,11 +171,6 @@ class PlainSteps:
         """The parameters, by their first names, that some step so far has trained: a step may freeze others."""
         return {name: each for name, each in self.module.named_parameters() if name in self._trained}
 
-    @property
-    def given(self) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments of the last step."""
-        return self._given
-
     def _run_to_update(
         self, optimizers: PlainOptimizers, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[StepValues, dict[str, Tensor]]:
@@ -188,15 +185,19 @@ class PlainSteps:
         """Whether gradients of the copy are multiplied by nothing that the step has given to `manual_backward`."""
         return self._optimizers is None or self._optimizers.scales_alike
 
-    def run_forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> StepValues:
-        """A training step without backward, from the present random state, which stays as it is.
+    def run_forward(self, args: Sequence[Any], kwargs: dict[str, Any], times: float = 0.0) -> StepValues:
+        """A training step from the present random state, which stays as it is.
 
         Args:
             args: As those of `run`.
             kwargs: The same.
+            times: What its loss is multiplied by for a backward, whose gradients add up; none for zero.
         """
         with self.alone():
-            return self._forward(args, kwargs)[0]
+            values, loss = self._forward(args, kwargs)
+            if times and loss is not None:
+                (times * loss).backward()
+        return values
 
     def run_again(
         self, state: RandomState, watching: contextlib.AbstractContextManager[object] | None = None
@@ -216,7 +217,7 @@ class PlainSteps:
             parameter.grad = None if gradient is None else gradient.clone()
         try:
             with watching or contextlib.nullcontext():
-                return self.run_forward(*self._given)
+                return self.run_forward(*self.given)
         finally:
             now.restore(self.device)
             for parameter, gradient in gradients:
@@ -281,8 +282,7 @@ class PlainSteps:
         with contextlib.ExitStack() as stack:
             stack.enter_context(unchanged_generators(self.device))
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
+            stack.enter_context(warnings.catch_warnings(action="ignore"))
             stack.enter_context(_torch.modes.outside_of_all())
             if self._group is not None:  # ranks that share samples would each add a summand of what one process has
                 stack.enter_context(_torch.groups.all_ranks_are(self._group))

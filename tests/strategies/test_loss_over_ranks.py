@@ -42,6 +42,20 @@ class ComparesAllSamples(ByteGPT):
         return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
 
 
+class BalancesNothingYet(ByteGPT):
+    """A loss of how evenly samples are dealt out to four heads, which give all samples nearly the same at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.Linear(16, 4, bias=False)
+        nn.init.normal_(self.heads.weight, std=1e-4)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        logits = self.heads(self.model.tokens(tokens)).flatten(0, 1)
+        chosen = F.one_hot(logits.argmax(-1), 4).float().mean(0)
+        return super().loss(tokens) + 1e-2 * (chosen * logits.softmax(-1).mean(0)).sum()
+
+
 class DrawsNoise(ByteGPT):
     """A loss of random numbers is another one on each part of a batch."""
 
@@ -63,7 +77,9 @@ def lines() -> Iterator[list[str]]:
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage().startswith(("the loss is a sum", "the loss of a batch", "norm normalizes")):
+            if record.getMessage().startswith(
+                ("the loss is a sum", "the loss of a batch", "norm normalizes", "the gradient of a batch")
+            ):
                 found.append(record.getMessage())
 
     logger, handler = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Handler()
@@ -86,9 +102,18 @@ def told(make: Any, name: str, callbacks: tuple[Callback, ...] = (), **kwargs: A
 
 
 SUM, OTHER = "the loss is a sum over samples", "is not the mean of the losses of its parts"
+GRADIENTS = "the gradient of a batch is not the mean of those of its parts"
 
 
-@pytest.mark.parametrize(("make", "words"), [(SumOfSamples, SUM), (UnevenLabels, OTHER), (ComparesSamples, OTHER)])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (SumOfSamples, SUM),
+        (UnevenLabels, OTHER),
+        (ComparesSamples, OTHER),
+        (BalancesNothingYet, GRADIENTS),
+    ],
+)
 @pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom", "fsdp_tp_custom"])
 def test_other_losses_are_told_once(ranks: Any, make: Any, words: str, name: str) -> None:
     first, *others = ranks(num_ranks(name)).run(told, make, name)
@@ -193,7 +218,7 @@ def samples_seen(size: int) -> list[int]:
     return CountsSteps.seen
 
 
-@pytest.mark.parametrize(("size", "looks"), [(8, [2, 2, 2, 2]), (24, [2, 2, 2, 2, 8])])
+@pytest.mark.parametrize(("size", "looks"), [(8, [2, 2, 2, 2, 4, 2, 2]), (24, [2, 2, 2, 2, 8, 4, 2, 2])])
 def test_what_is_looked_at_is_small(ranks: Any, size: int, looks: list[int]) -> None:
     assert ranks(2).run(samples_seen, size)[0] == [size, size, *looks]  # the copy, the module, and then parts
 
