@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_parallel.errors import RanksDifferError
@@ -17,8 +18,11 @@ from lightning_parallel.ranks.fingerprints import differing, of_copies, parted_i
 from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.ranks.sketches import Sketches
 
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
 _ALWAYS = 4
-"""Steps behind each of which ranks are compared; then those whose number is a power of two, up to `_EVERY`."""
+"""Steps before each of which ranks are compared; then those whose number is a power of two, up to `_EVERY`."""
 _EVERY = 1024
 """From there on, every so many: it takes a pass over the parameters, where a step takes dozens."""
 _ROUNDING = 1e-4
@@ -41,10 +45,13 @@ class EqualCopies:
         >>> copies.look()  # before each step, and behind the last one
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: LightningModule, device: torch.device) -> None:
         self._module, self._device = module, device
         self._num_steps = 0
+        self._last: int | None = None
+        """The number of batches before the latest look that has found nothing."""
         self._agreed: int | None = None
+        """The number of updates before it."""
         self._has_told = False
 
     def look(self, *, is_end: bool = False) -> None:
@@ -55,17 +62,19 @@ class EqualCopies:
         """
         number = self._num_steps
         self._num_steps += not is_end
-        is_due = number <= _ALWAYS or number % _EVERY == 0 or (number < _EVERY and not number & (number - 1))
-        if is_due or (is_end and number != self._agreed):
+        step = self._num_steps
+        is_due = step <= _ALWAYS or step % _EVERY == 0 or (step < _EVERY and not step & (step - 1))
+        if number != self._last if is_end else is_due:
             self._compare(number)
 
     def _compare(self, number: int) -> None:
+        trainer = self._module.trainer
         found = differing(of_copies(self._own().items()))
         if found and (parted := self._parted(found)):
-            if self._module.trainer.global_rank != 0:  # type: ignore[union-attr]
+            if trainer.global_rank != 0:
                 raise RanksDifferError("ranks hold different values; rank 0 says which")
-            raise RanksDifferError(parted_in_words(parted, number, self._agreed))
-        self._agreed = number
+            raise RanksDifferError(parted_in_words(parted, trainer.global_step, self._agreed))
+        self._last, self._agreed = number, trainer.global_step
 
     def _own(self) -> dict[str, Tensor]:
         """The parameters of which this rank has values."""
