@@ -45,8 +45,9 @@ def tell_other_loss(plain: PlainSteps, group: dist.ProcessGroup | None, loss: Te
     is_weighed = any(getattr(each, "weighs_losses", False) for each in callbacks)
     if group is None or group.size() == 1:
         return
-    if paths := [path for path, child in module.named_modules() if getattr(child, "scale_grad_by_freq", False)]:
-        rank_zero_info(_BY_FREQUENCY.format(first_of(paths), num_ranks=group.size()))
+    by_frequency = [path for path, child in module.named_modules() if getattr(child, "scale_grad_by_freq", False)]
+    if by_frequency:
+        rank_zero_info(_BY_FREQUENCY.format(first_of(by_frequency), num_ranks=group.size()))
     if paths := [path for path, child in module.named_modules() if _takes_statistics(child)]:
         rank_zero_info(_OF_BATCHES.format(first_of(paths), num_ranks=group.size()))
     if is_weighed or not module.automatic_optimization:
@@ -62,6 +63,7 @@ def tell_other_loss(plain: PlainSteps, group: dist.ProcessGroup | None, loss: Te
         words = "" if trial.is_in_vain else _words(whole, losses, group.size(), near)
     if not any(of_all_ranks(words)):
         found = trial.differing_gradients()
+        found = {name: each for name, each in found.items() if name.rpartition(".")[0] not in by_frequency}
         names = first_of(sorted(found, key=lambda name: -found[name]))
         words = _GRADIENTS.format(names, most=max(found.values()), num_ranks=group.size()) if found else ""
     if told := next(filter(None, of_all_ranks(words)), ""):
