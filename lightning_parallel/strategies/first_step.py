@@ -218,7 +218,7 @@ class FirstStep:
             self._decide(found)
         if self._window is not None:
             self._tell(window.summary())
-            tell_other_loss(window.plain, data_group(self._strategy), window.expected.loss, window.tolerance.value)
+            tell_other_loss(window.plain, data_group(self._strategy), window.expected.loss, window.tolerance)
             self.end()
 
     def _decide(self, differences: list[str], again: SecondRun | None = None) -> None:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_parallel import _torch
-from lightning_parallel.module.differences import first_of
+from lightning_parallel.module.differences import Tolerance, first_of
 from lightning_parallel.module.kept_state import KeptState
 from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.strategies.plain_step import PlainSteps, dense
@@ -26,21 +26,23 @@ _MOST_SAMPLES = 8
 """Samples that are looked at, at most: a few show it, and a step takes many. A batch of 11 has no such part."""
 _MOST_FOR_GRADIENTS = 4
 _SAME_GRADIENT = 2e-2
-"""The share of a gradient's norm up to which rounding, and a choice at its edge, may move it."""
+"""The share of a gradient's norm up to which a choice at its edge may move it, at least."""
 _NO_GRADIENT = 1e-5
 """The share of the norm of all gradients below which one is rounding itself, as those of biases of keys."""
 
 
-def tell_other_loss(plain: PlainSteps, group: dist.ProcessGroup | None, loss: Tensor | None, near: float) -> None:
+def tell_other_loss(
+    plain: PlainSteps, group: dist.ProcessGroup | None, loss: Tensor | None, tolerance: Tolerance
+) -> None:
     """Say so if the mean over ranks is another loss than that of one process with all samples. A collective.
 
     Args:
         plain: The steps of a copy that nobody needs any more: what they change stays.
         group: The ranks that read different samples; ``None`` for one process.
         loss: The loss of the last of these steps.
-        near: The relative difference that rounding explains.
+        tolerance: The differences that rounding explains.
     """
-    module = plain.originals
+    module, near = plain.originals, tolerance.value
     callbacks: Sequence[object] = module.trainer.callbacks  # type: ignore[attr-defined]
     is_weighed = any(getattr(each, "weighs_losses", False) for each in callbacks)
     if group is None or group.size() == 1:
@@ -62,7 +64,7 @@ def tell_other_loss(plain: PlainSteps, group: dist.ProcessGroup | None, loss: Te
         whole = trial.losses_of([trial.samples])[0]
         words = "" if trial.is_in_vain else _words(whole, losses, group.size(), near)
     if not any(of_all_ranks(words)):
-        found = trial.differing_gradients()
+        found = trial.differing_gradients(more_than=max(_SAME_GRADIENT, tolerance.gradient))
         found = {name: each for name, each in found.items() if name.rpartition(".")[0] not in by_frequency}
         names = first_of(sorted(found, key=lambda name: -found[name]))
         words = _GRADIENTS.format(names, most=max(found.values()), num_ranks=group.size()) if found else ""
@@ -107,11 +109,14 @@ class _Trial:
             return False
         return self._known is None or bool(_words(self._known, losses, num_ranks=1, near=near))
 
-    def differing_gradients(self) -> dict[str, float]:
+    def differing_gradients(self, more_than: float) -> dict[str, float]:
         """Name of a parameter -> how far the gradient of some samples is from the mean of those of their parts.
 
         As a share of its norm. A router that has hardly learned gives all samples nearly the same: the loss of how
         evenly it chooses is then the mean of those of parts but for rounding, and its gradient is another one.
+
+        Args:
+            more_than: The share from which on they differ.
         """
         samples, parts = _cut(self._batch, _MOST_FOR_GRADIENTS)
         if self.is_in_vain or not parts:
@@ -127,7 +132,7 @@ class _Trial:
             return {}
         least = _NO_GRADIENT * math.hypot(*norms.values())
         found = {name: apart[name] / norm for name, norm in norms.items() if norm > least}
-        return {name: each for name, each in found.items() if each > _SAME_GRADIENT}
+        return {name: each for name, each in found.items() if each > more_than}
 
     def _loss_of(self, batch: Any, times: float = 0.0) -> float:
         plain = self._plain
