@@ -63,8 +63,9 @@ class StepHooks:
         """Return a context for a step's own code."""
         return contextlib.nullcontext()
 
-    def ran_forward(self) -> None:
-        """Call it when a training step has run, before ranks compare what has come of it."""
+    def around_step(self) -> contextlib.AbstractContextManager[None]:
+        """Open it around each run of a training step, behind which ranks may meet before its backward."""
+        return contextlib.nullcontext()
 
     def after_forward(self) -> None:
         """Call it between forward and backward of a training step."""

@@ -144,8 +144,8 @@ class Steps(StepHooks):
             raise
 
     @override
-    def ran_forward(self) -> None:
-        self.order.end_forward()
+    def around_step(self) -> contextlib.AbstractContextManager[None]:
+        return self.order.step(goes_backward=self._is_manual)
 
     @override
     def after_forward(self) -> None:
@@ -272,6 +272,10 @@ class PipelinedSteps(Steps):
         # nothing is averaged or summed twice.
         self._average()
         sum_shared_gradients(list(self._module.parameters()))
+
+    @override
+    def around_step(self) -> contextlib.AbstractContextManager[None]:
+        return self.order.step(goes_backward=True)
 
     @override
     def _drop_held(self, parameters: Collection[Tensor]) -> None:

@@ -6,8 +6,9 @@ layer is sent those of another. Equal layers have equal parts: without a look, t
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -26,15 +27,17 @@ class Calls(NamedTuple):
     """The units that a rank has called in a step so far.
 
     Args:
-        step: The number of looks before.
+        step: The number of steps begun, and of looks, before.
         units: The numbers of the units whose forward is over, in order.
-        is_over: Whether its forward is over: it waits for others in no further call.
+        is_backward: Whether backward has begun.
+        has_returned: Whether the step itself is over, with all of its calls.
         entered: The numbers of those in whose forward it is, the outer ones too.
     """
 
     step: int
     units: list[int]
-    is_over: bool
+    is_backward: bool
+    has_returned: bool = False
     entered: Sequence[int] = ()
 
     def contradicts(self, other: Calls) -> bool:
@@ -44,18 +47,22 @@ class Calls(NamedTuple):
         shared = min(len(self.units), len(other.units))
         if self.units[:shared] != other.units[:shared]:
             return True
-        for one, two in ((self, other), (other, self)):
-            rest = one.units[len(two.units) :]
-            if one.is_over and (len(two.units) > len(one.units) or not set(two.entered) <= set(rest)):
-                return True
-        if len(self.units) != len(other.units):
-            return False
-        return not (set(self.entered) <= set(other.entered) or set(other.entered) <= set(self.entered))
+        more, less = (self, other) if len(self.units) > shared else (other, self)
+        if less.is_backward and len(more.units) > len(less.units):
+            return True
+        if any(one.has_returned and two.waits_beyond(one) for one, two in ((self, other), (other, self))):
+            return True
+        is_nested = set(self.entered) <= set(other.entered) or set(other.entered) <= set(self.entered)
+        return len(self.units) == len(other.units) and not is_nested
+
+    def waits_beyond(self, other: Calls) -> list[int]:
+        """The units in which this rank is, and the other one is not, nor has called them since."""
+        known = {*other.entered, *other.units[len(self.units) :]}
+        return [unit for unit in self.entered if unit not in known]
 
     def beside(self, other: Calls) -> list[int]:
         """The units in order, with that in which this rank waits, if the other one has not called it."""
-        known = {*other.entered, *other.units[len(self.units) :]}
-        return [*self.units, *[unit for unit in self.entered if unit not in known][:1]]
+        return [*self.units, *self.waits_beyond(other)[:1]]
 
 
 class UnitOrder:
@@ -74,28 +81,41 @@ class UnitOrder:
         """The first of the ranks that share the parameters."""
         self._group = group
         self._called: list[int] = []
-        self._num_before = self._num_checked = 0
-        self._is_over = False
+        self._num_before = self._number = 0
+        self._is_backward = self._has_returned = False
 
     def begin(self) -> None:
         """Forget what evaluation has called, of which torch keeps a list until the next backward."""
-        self._num_before, self._is_over = len(self._now()), False
+        self._num_before, self._is_backward = len(self._now()), False
+        self._begin_step()
 
     @property
     def calls(self) -> Calls:
         """The calls since the last look, for a thread that watches them."""
-        entered = [] if self._is_over else _torch.unit_parameters.entered_units(list(self.units.values()))
-        return Calls(self._num_checked, [*self._called, *self._now()[self._num_before :]], self._is_over, entered)
+        is_over = self._is_backward or self._has_returned
+        entered = [] if is_over else _torch.unit_parameters.entered_units(list(self.units.values()))
+        called = [*self._called, *self._now()[self._num_before :]]
+        return Calls(self._number, called, self._is_backward, self._has_returned, entered)
 
     def note(self) -> None:
         """Note what has been called by now; call it between forward and backward."""
         now = self._now()
         self._called += now[self._num_before :] if len(now) >= self._num_before else now
-        self._num_before, self._is_over = len(now), True
+        self._num_before, self._is_backward = len(now), True
 
-    def end_forward(self) -> None:
-        """Call it when a forward is over, behind which ranks may meet before its backward."""
-        self._is_over = True
+    @contextlib.contextmanager
+    def step(self, *, goes_backward: bool) -> Iterator[None]:
+        """Open it around each run of a step.
+
+        Args:
+            goes_backward: Whether its calls are not all forward, after which nobody knows when the last one is over.
+        """
+        self._begin_step()
+        yield
+        self._has_returned = not goes_backward
+
+    def _begin_step(self) -> None:
+        self._number, self._has_returned = self._number + 1, False
 
     def votes(self) -> list[int]:
         """Numbers of which the largest over all ranks shows whether all have the same: each byte, and what it lacks."""
@@ -112,7 +132,7 @@ class UnitOrder:
             RanksDifferError: If they have.
         """
         own, self._called = self._called, []
-        self._num_before, self._num_checked, self._is_over = 0, self._num_checked + 1, False
+        self._num_before, self._number, self._is_backward = 0, self._number + 1, False
         half = len(most) // 2
         if all(byte == _BYTE - other for byte, other in zip(most[:half], most[half:], strict=True)):
             return

@@ -37,13 +37,14 @@ def of_parameters(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[Fingerpr
 def of_copies(parameters: Iterable[tuple[str, Tensor]]) -> list[Fingerprint]:
     """Take the fingerprints of parameters where they are: the sums of their bits, sent to the host in one piece.
 
-    Parameters of classes of their own, which may keep their values elsewhere, are left out.
+    Parameters of classes of their own, which may keep their values elsewhere, and of 8 bits are left out.
 
     Args:
         parameters: As in `of_parameters`.
     """
     named = [(name, p, local_of(p.detach())) for name, p in parameters]
     named = [each for each in named if type(each[2]) is Tensor and each[2].layout is torch.strided]
+    named = [each for each in named if each[2].element_size() > 1 or not each[2].is_floating_point()]
     sums = [_sum_of_bits(local) for *_, local in named]
     by_device: dict[torch.device, list[int]] = {}
     for index, each in enumerate(sums):

@@ -105,12 +105,6 @@ class LockStepStrategy(ProcessGroupStrategy):
         if self._copies is not None:
             self._copies.look()
 
-    @override
-    def on_train_end(self) -> None:
-        if self._copies is not None:
-            self._copies.look(is_end=True)
-        super().on_train_end()
-
     def _begin_turns(self) -> None:
         self._end_turns()
         if self.world_size > 1 and self._has_to_meet:

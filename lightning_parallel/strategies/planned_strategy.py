@@ -175,9 +175,8 @@ class PlannedStrategy(PositionedStrategy):
         return output
 
     def _run_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().training_step(*args, **kwargs)
-        self.steps.ran_forward()
-        return output
+        with self.steps.around_step():
+            return super().training_step(*args, **kwargs)
 
     @override
     @contextmanager

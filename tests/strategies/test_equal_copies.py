@@ -87,10 +87,22 @@ def test_noise_that_each_rank_draws(ranks: Any) -> None:
     assert "they were equal after step 0" in first
 
 
-def test_between_looks_the_end_is_one(ranks: Any) -> None:
-    """Before the last of six steps nobody looks."""
-    first, _ = ranks(2).run(fitted, Spoils(5), "ddp_custom", 2)
-    assert "after step 6, " in first
+class ExportsAtTheEnd(Callback):
+    """Rank 0 makes of its copy what it exports."""
+
+    def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
+        if trainer.global_rank == 0:
+            module.get_parameter(SPOILED).data.zero_()
+
+
+def test_what_is_exported_at_the_end_is_the_rank_s_own(ranks: Any) -> None:
+    assert ranks(2).run(fitted, ExportsAtTheEnd(), "ddp_custom", 2) == ["", ""]
+
+
+def test_a_difference_is_found_at_the_next_look(ranks: Any) -> None:
+    """Before steps 5 to 7 nobody looks."""
+    first, _ = ranks(2).run(fitted, Spoils(5), "ddp_custom", 2, num_steps=9)
+    assert "after step 7, " in first
     assert "they were equal after step 3" in first
 
 
@@ -105,7 +117,7 @@ def told_of_rounding(callback: Any) -> tuple[str, list[str]]:
     told: list[str] = []
     with mock.patch.object(equal_copies, "rank_zero_info", told.append):
         # Nothing but this parameter differs: no gradient is large enough to make others so.
-        said = fitted(callback, "ddp_custom", 2, num_steps=2)
+        said = fitted(callback, "ddp_custom", 2, num_steps=3)
     return said, told
 
 
@@ -115,9 +127,10 @@ def test_nobody_looks_who_is_told_not_to(ranks: Any) -> None:
 
 def test_when_ranks_are_compared() -> None:
     copies = equal_copies.EqualCopies(ByteGPT(), torch.device("cpu"))
-    looks: list[int] = []
-    with mock.patch.object(copies, "_compare", looks.append):
-        for _ in range(3000):
+    looks = []
+    with mock.patch.object(copies, "_compare") as compare:
+        for step in range(1, 3001):
+            compare.reset_mock()
             copies.look()
-        copies.look(is_end=True)
-    assert looks == [0, 1, 2, 3, 7, 15, 31, 63, 127, 255, 511, 1023, 2047, 3000]
+            looks += [step] * compare.call_count
+    assert looks == [1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]

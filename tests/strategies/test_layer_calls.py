@@ -91,10 +91,13 @@ def test_a_rank_that_waits_behind_its_forward_is_seen(ranks: Any) -> None:
         (Calls(0, [0, 1], True), Calls(0, [0, 1, 2], False), True),
         (Calls(0, [0, 2], False), Calls(0, [0, 1], False), True),
         (Calls(0, [0, 2], False), Calls(1, [0, 1], False), False),
-        (Calls(0, [0, 1, 3], True), Calls(0, [0, 1], False, [3, 2]), True),
-        (Calls(0, [0, 1, 3], True), Calls(0, [0, 1], False, [3]), False),
-        (Calls(0, [0], False, [3, 1]), Calls(0, [0], False, [3, 2]), True),
-        (Calls(0, [0], False, [3, 1]), Calls(0, [0], False, [3]), False),
+        (Calls(0, [0, 1, 3], False, True), Calls(0, [0, 1], False, False, [3, 2]), True),
+        (Calls(0, [0, 1, 3], False, True), Calls(0, [0, 1], False, False, [3]), False),
+        (Calls(0, [0, 1, 3], True, True), Calls(0, [0, 1, 3], False, True), False),
+        (Calls(0, [0, 1], True), Calls(0, [0, 1], False, False, [2]), False),  # a root that is over with the step
+        (Calls(0, [0, 1, 2], True, True), Calls(1, [0, 1], False, False, [2]), False),
+        (Calls(0, [0], False, False, [3, 1]), Calls(0, [0], False, False, [3, 2]), True),
+        (Calls(0, [0], False, False, [3, 1]), Calls(0, [0], False, False, [3]), False),
     ],
 )
 def test_a_slow_rank_contradicts_nobody(own: Calls, other: Calls, is_wrong: bool) -> None:
