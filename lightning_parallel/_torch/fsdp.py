@@ -233,8 +233,8 @@ def gather_around(
         # Gathered by a caller already, who will free the parameters. The compiler looks into layers only, which are.
         if torch.compiler.is_compiling() or state._training_state != idle:
             return original(*args, **kwargs)
-        if takes_batch:
-            state._pre_forward(unit, (), {})
+        if takes_batch or not (args or kwargs):
+            state._pre_forward(unit, (None,), {})  # on GPUs, torch 2.11 cannot move what is empty
         else:
             args, kwargs = state._pre_forward(unit, args, kwargs)
         versions = [gathered._version for _, gathered in gathered_parameters(unit)]

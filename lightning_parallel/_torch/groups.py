@@ -58,7 +58,7 @@ def leave_to_parents() -> None:
 
 @contextlib.contextmanager
 def gloo_of_one_thread() -> Iterator[None]:
-    """Inside this context, new gloo groups have one thread each, where torch gives them two.
+    """Inside this context, and inside of others in it, new gloo groups have one thread each: torch gives them two.
 
     Both threads write the name of the collective that they have finished into one string of the group, without a lock.
     Names of more than 15 characters, such as that of the gathers of DTensors, are on the heap, and two simultaneous
@@ -69,12 +69,14 @@ def gloo_of_one_thread() -> Iterator[None]:
     for one collective in the thread that has finished another, which would deadlock with a single thread.
     `ProcessGroupGloo._Options`, in all supported versions; waits for a lock in torch, or for `pg_options` of gloo.
     """
-    if not dist.is_gloo_available():
+    if not dist.is_gloo_available() or hasattr(dist.distributed_c10d.ProcessGroupGloo, "_has_one_thread"):
         yield
         return
     of_torch: Any = dist.distributed_c10d.ProcessGroupGloo
 
     class OfOneThread(of_torch):  # type: ignore[misc]
+        _has_one_thread = True
+
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **settings: Any) -> None:
             options = of_torch._Options()
             options._timeout, options._threads = timeout, 1

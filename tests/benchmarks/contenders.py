@@ -164,11 +164,12 @@ class Turns:
         """Let the contender's own thread do `action` when its next turn begins."""
         self._before_next.append(action)
 
-    def step(self) -> float:
-        """Let the contender run until it pauses; the seconds it took."""
+    def step(self, times: int = 1) -> float:
+        """Let the contender run until it has paused so many times; the seconds it took."""
         start = time.perf_counter()
-        self._may_run.release()
-        self._has_run.acquire()
+        for _ in range(times):
+            self._may_run.release()
+            self._has_run.acquire()
         synchronize()
         return time.perf_counter() - start
 

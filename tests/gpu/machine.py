@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -56,6 +59,18 @@ class Check:
         return json.dumps({**asdict(self), "ok": self.ok})
 
 
+def tried(name: str, checks: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+    """Checks; an error is one that has failed, and ends these alone."""
+    try:
+        yield from checks()
+    except Exception as error:
+        places = " < ".join(
+            f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
+            for frame in reversed(traceback.extract_tb(error.__traceback__)[-8:])
+        )
+        yield Check(name, why=f"{type(error).__name__}: {error}"[:2500] + f" ({places})", has_failed=True)
+
+
 class SharedGPU(CUDAAccelerator):
     """The first GPU, as often as there are ranks: Lightning gives each device to one rank."""
 
@@ -78,11 +93,13 @@ class Machine:
         accelerator: ``"cpu"`` or ``"cuda"``.
         num_ranks: All ranks, on this machine.
         is_shared: Whether they share the first GPU.
+        only: The names that are wanted; all if it is empty.
     """
 
     accelerator: str
     num_ranks: int
     is_shared: bool
+    only: tuple[str, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -96,6 +113,16 @@ class Machine:
         """Whether there is anything that a CPU does not have: memory of its own, kernels, synchronisation."""
         return self.device.type == "cuda"
 
+    @property
+    def names(self) -> list[str]:
+        """The names that so many ranks, one or two, can show, as far as they are wanted."""
+        whole = ["dp_custom", "ddp_custom", "zero1_custom", "zero2_custom", "fsdp_custom", "fsdp_offload_custom"]
+        shared = [name for name in PRESETS if name not in ("dp_custom", "fsdp_tp_custom")]
+        if self.is_shared:  # torch's gloo crashes where tensors of a GPU are sent, or gathered by a DTensor (2.11)
+            shared = [name for name in shared if name not in ("tp_custom", "pp_custom")]
+        names = whole if self.num_ranks == 1 else shared
+        return [name for name in names if not self.only or name in self.only]
+
     def trainer(self, strategy: Any, **arguments: Any) -> L.Trainer:
         """A quiet trainer on all ranks; ``strategy=None`` is plain Lightning on this rank alone."""
         is_alone = strategy is None
@@ -106,6 +133,11 @@ class Machine:
             strategy=SingleDeviceStrategy(self.device) if is_alone else strategy,
             **{"max_epochs": 1, **quiet, **arguments},
         )
+
+    def built(self, size: Size, optimizer: str = "adamw") -> Module:
+        """A module on the device: a processor takes long to draw a billion numbers."""
+        with self.device:
+            return Module(size, optimizer=optimizer)
 
     def fit(
         self, strategy: Any, module: Module, size: Size, steps: int, readers: int = 1, **arguments: Any
@@ -130,19 +162,13 @@ class Machine:
 
     def peak_of(self, action: Callable[[], object]) -> int:
         """The most bytes that `action` allocates on the device at once, beyond what was there."""
+        gc.collect()  # trainers that are done refer to themselves
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         action()
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before
-
-
-def names_on(num_ranks: int) -> list[str]:
-    """The names that so many ranks, one or two, can show."""
-    if num_ranks == 1:
-        return ["dp_custom", "ddp_custom", "zero1_custom", "zero2_custom", "fsdp_custom", "fsdp_offload_custom"]
-    return [name for name in PRESETS if name not in ("dp_custom", "fsdp_tp_custom")]
 
 
 def readers_of(name: str, num_ranks: int) -> int:

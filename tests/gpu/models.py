@@ -98,6 +98,7 @@ class Module(L.LightningModule):
         dropout: The share of features that are dropped.
         is_deferred: Whether it is built in `configure_model`.
         is_flash: Whether attention has to be computed by the flash kernel.
+        optimizer: ``"adamw"``, ``"fused"`` or ``"sgd"``.
     """
 
     def __init__(
@@ -125,10 +126,10 @@ class Module(L.LightningModule):
         return self.model(batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, or SGD with momentum, on all parameters."""
+        """AdamW, fused or not, or SGD with momentum, on all parameters."""
         if self.optimizer == "sgd":
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True if self.optimizer == "fused" else None)
 
 
 def tokens(size: Size, count: int) -> TensorDataset:

@@ -15,7 +15,7 @@ from tests.gpu.check import SECTIONS, main
 from tests.gpu.machine import Check
 
 ROOT = Path(__file__).parents[2]
-NUM_RANKS = {"setup": 1, "step": 1, "host": 1}
+NUM_RANKS = {name: 1 for name in SECTIONS if name.startswith(("setup", "step", "host", "memory", "float8"))}
 """Two ranks for the others."""
 
 
