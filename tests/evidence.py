@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_parallel import _torch
 from lightning_parallel.ranks.dtensors import local_of
 from lightning_parallel.techniques.sharding import is_sharded
 from tests.models.cases import Attention
@@ -141,13 +142,20 @@ def _graphs(found: Counter[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _copies_to_host(found: Counter[str]) -> Iterator[None]:
-    """Bytes of optimizer state that are sent to the host; here, where they are already."""
+    """Bytes that the host takes for optimizer state, and those that come from there: here, other memory of the host."""
 
-    def noted(value: Tensor) -> Tensor:
-        found["to host"] += local_of(value).nbytes
-        return value
+    def memory(value: Tensor) -> Tensor:
+        local = local_of(value)
+        found["on host"] += local.nbytes
+        own = torch.full_like(local, torch.nan)
+        return _torch.tensors.with_local(value, own) if isinstance(value, DTensor) else own
 
-    with mock.patch("lightning_parallel.techniques.offload._to_host", noted):
+    def copied(value: Tensor, parameter: Tensor) -> Tensor:
+        found["to device"] += local_of(value).nbytes
+        return value.clone()
+
+    offload = "lightning_parallel.techniques.offload"
+    with mock.patch(f"{offload}._pinned_memory", memory), mock.patch(f"{offload}._on_device", copied):
         yield
 
 

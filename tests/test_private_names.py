@@ -70,6 +70,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "options": "torch.distributed.tensor.experimental._context_parallel._attention._cp_options",
     },
     "_torch/host_reads.py": {"tensor": "torch.distributed.tensor.DTensor"},
+    "_torch/tensors.py": {"tensor": "torch.distributed.tensor.DTensor"},
     "_torch/part_operations.py": {
         "parts": "torch.distributed.tensor.DTensor",
         "tensor": "torch.distributed.tensor.DTensor",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def operations(*names: str) -> frozenset[Any]:
@@ -61,6 +62,21 @@ def follow_view(function: Any, args: Any, kwargs: Any) -> None:
     if torch.Tag.inplace_view in function.tags:
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             function(*args, **kwargs)
+
+
+def with_local(tensor: DTensor, local: Tensor) -> DTensor:
+    """Make a DTensor like another, of other memory, which may be on the host while its mesh is of devices.
+
+    `DTensor.from_local` (public) would copy `local` to the device. FSDP2 uses the constructor and `DTensor._spec` for
+    the same, since 2.5.
+
+    Args:
+        tensor: Gives mesh, placements, shape and strides of the whole.
+        local: This rank's part.
+    """
+    make: Any = DTensor
+    made: DTensor = make(local, tensor._spec, requires_grad=False)
+    return made
 
 
 @contextlib.contextmanager

@@ -10,9 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_parallel import _torch
 from lightning_parallel.module.optimizer_hooks import register_update_hooks
+from lightning_parallel.ranks.dtensors import local_of
 
 OFFLOADS = ("none", "optimizer", "all")
 
@@ -51,11 +54,12 @@ class OffloadedState:
     """Optimizer state that is kept in host memory except during the update; `detach` ends it.
 
     Forward and backward have the device memory for themselves. Each update copies the state to the device, where
-    activations are freed by then, and back.
+    activations are freed by then, and back. Host memory is pinned and used again, without which each copy would pass
+    through a small buffer of the driver.
 
     Args:
         optimizer: The user's; its parameters stay on the device.
-        to_host: Copies a tensor of the state to the host.
+        host_memory: Makes memory for a tensor of the state on the host; ``None`` for one that is there.
         to_device: Copies a tensor of the state to the device of its parameter, the second argument.
 
     Example:
@@ -67,38 +71,66 @@ class OffloadedState:
         self,
         optimizer: Optimizer,
         *,
-        to_host: Callable[[Tensor], Tensor] | None = None,
+        host_memory: Callable[[Tensor], Tensor | None] | None = None,
         to_device: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self._optimizer = optimizer
-        self._to_host = to_host or _to_host
-        self._to_device = to_device or (lambda value, parameter: value.to(parameter.device, non_blocking=True))
+        self._host_memory = host_memory or _pinned_memory
+        self._to_device = to_device or _on_device
+        # Parameter, name of the state -> its memory on the host.
+        self._kept: dict[tuple[Tensor, str], Tensor] = {}
         self._handles = register_update_hooks(optimizer, before=self.load, after=self.store)
         self.store()
 
     @torch.no_grad()
     def load(self) -> None:
         """Bring the state to the device."""
-        self._move(self._to_device)
+        self._move(lambda _, value, parameter: self._to_device(value, parameter))
 
     @torch.no_grad()
     def store(self) -> None:
         """Bring the state to the host. Counters, which have no dimension, stay where the optimizer put them."""
-        self._move(lambda value, _: self._to_host(value))
+        devices: set[torch.device] = set()
+
+        def stored(name: str, value: Tensor, parameter: Tensor) -> Tensor:
+            own = self._kept.get((parameter, name))
+            if own is None or own.shape != value.shape or own.dtype != value.dtype:
+                own = self._host_memory(value)
+            if own is None or own is value:
+                return value
+            self._kept[parameter, name] = own
+            local_of(own).copy_(local_of(value), non_blocking=True)
+            devices.add(value.device)
+            return own
+
+        self._move(stored)
+        for device in devices:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)  # whoever reads the state on the host would read half of it
 
     def detach(self) -> None:
         """Remove the hooks, and leave the state on the device."""
         for handle in self._handles:
             handle.remove()
         self.load()
+        self._kept = {}
 
-    def _move(self, move: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def _move(self, move: Callable[[str, Tensor, Tensor], Tensor]) -> None:
         for parameter, entries in self._optimizer.state.items():
             for name, value in entries.items():
                 if isinstance(value, Tensor) and value.ndim:
-                    entries[name] = move(value, parameter)
+                    entries[name] = move(name, value, parameter)
 
 
-def _to_host(value: Tensor) -> Tensor:
-    """Copy to host memory; blocking, because the source is freed at once."""
-    return value if value.device.type == "cpu" else value.to("cpu")
+def _on_device(value: Tensor, parameter: Tensor) -> Tensor:
+    return value.to(parameter.device, non_blocking=True)
+
+
+def _pinned_memory(value: Tensor) -> Tensor | None:
+    """Make memory for `value` on the host, from and to which a device copies by itself; ``None`` if it is there."""
+    if value.device.type == "cpu":
+        return None
+    local = local_of(value)
+    is_plain = type(local) is Tensor  # states of 8 bits are tensors of a kind of their own
+    memory = torch.empty_like(local, device="cpu", pin_memory=True) if is_plain else local.to("cpu")
+    return _torch.tensors.with_local(value, memory) if isinstance(value, DTensor) else memory

@@ -84,7 +84,10 @@ APPLIED: dict[str, tuple[str, Callable[[Found], bool]]] = {
     "recompute=selective": ("forwards", lambda found: repeats(found) and found["attentions repeated"] == 0),
     "recompute=budget:0.5": ("graphs", lambda found: found["compiled"] > 0),  # for the budget, see `test_compiling.py`
     "compile=layers": ("graphs", lambda found: found["compiled"] > 0),
-    "offload=optimizer": ("host", lambda found: found["to host"] == STEPS * found["state"] > 0),
+    "offload=optimizer": (
+        "host",
+        lambda found: found["on host"] == found["state"] > 0 and found["to device"] >= STEPS * found["state"],
+    ),
     "offload=all": ("", lambda found: found["units"] > 0),  # on the CPU it is sharding, and nothing else
     "optimizer_in_backward=true": ("gradients", lambda found: found["gradients"] == 0 < found["parameters"]),
     "bf16-mixed": ("forwards", products_in("bfloat16")),
