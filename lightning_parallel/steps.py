@@ -275,7 +275,7 @@ class PipelinedSteps(Steps):
 
     @override
     def around_step(self) -> contextlib.AbstractContextManager[None]:
-        return self.order.step(goes_backward=True)
+        return self.order.step(goes_backward=True, has_microbatches=True)
 
     @override
     def _drop_held(self, parameters: Collection[Tensor]) -> None:

@@ -29,7 +29,7 @@ class Calls(NamedTuple):
     Args:
         step: The number of steps begun, and of looks, before.
         units: The numbers of the units whose forward is over, in order.
-        is_backward: Whether backward has begun.
+        is_backward: Whether backward has begun, so that no further forward of the step follows.
         has_returned: Whether the step itself is over, with all of its calls.
         entered: The numbers of those in whose forward it is, the outer ones too.
     """
@@ -82,7 +82,7 @@ class UnitOrder:
         self._group = group
         self._called: list[int] = []
         self._num_before = self._number = 0
-        self._is_backward = self._has_returned = False
+        self._is_backward = self._has_returned = self._has_microbatches = False
 
     def begin(self) -> None:
         """Forget what evaluation has called, of which torch keeps a list until the next backward."""
@@ -101,16 +101,18 @@ class UnitOrder:
         """Note what has been called by now; call it between forward and backward."""
         now = self._now()
         self._called += now[self._num_before :] if len(now) >= self._num_before else now
-        self._num_before, self._is_backward = len(now), True
+        self._num_before, self._is_backward = len(now), not self._has_microbatches
 
     @contextlib.contextmanager
-    def step(self, *, goes_backward: bool) -> Iterator[None]:
+    def step(self, *, goes_backward: bool, has_microbatches: bool = False) -> Iterator[None]:
         """Open it around each run of a step.
 
         Args:
             goes_backward: Whether its calls are not all forward, after which nobody knows when the last one is over.
+            has_microbatches: Whether the backward of one is followed by the forward of another.
         """
         self._begin_step()
+        self._has_microbatches = has_microbatches
         yield
         self._has_returned = not goes_backward
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 import time
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_parallel import RanksDifferError, build_strategy, full_state_dict
 from lightning_parallel.module.unit_order import Calls
+from lightning_parallel.steps import Steps
 from tests.data import GLOBAL_BATCH, loader_of
 from tests.jobs.first_steps import said
-from tests.models.cases import HuggingFaceGPT2
+from tests.models.cases import Block, ByteGPT, HuggingFaceGPT2
 from tests.models.layer_calls import (
     DropsALayer,
     DropsALayerLater,
@@ -24,6 +27,7 @@ from tests.models.layer_calls import (
     NothingToValidate,
     PenalizedFeatures,
     TiedByFunction,
+    TwoBackwards,
 )
 from tests.parity import TOLERANCE, Outcome, Recorder, is_moving, make_trainer, once, worst
 from tests.rank_pool import RankError
@@ -102,6 +106,37 @@ def test_a_rank_that_waits_behind_its_forward_is_seen(ranks: Any) -> None:
 )
 def test_a_slow_rank_contradicts_nobody(own: Calls, other: Calls, is_wrong: bool) -> None:
     assert own.contradicts(other) == other.contradicts(own) == is_wrong
+
+
+def said_before_forwards(make: Any, strategy: str, num_ranks: int, readers: int) -> list[bool]:
+    """Whether a step said that its backward had begun, before each forward of a layer."""
+    found: list[bool] = []
+    trainer = make_trainer(build_strategy(f"{strategy},check=off"), num_ranks)
+    own = Block.forward
+
+    def noted(self: Any, *args: Any) -> Any:  # with hooks, stages would take turns
+        if torch.is_grad_enabled() and isinstance(trainer.strategy.steps, Steps):
+            found.append(trainer.strategy.steps.order.calls.is_backward)
+        return own(self, *args)
+
+    with mock.patch.object(Block, "forward", noted):
+        trainer.fit(make(), batches(readers, steps=2))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "num_ranks"),
+    [
+        (ByteGPT, "fsdp_custom:pipeline=2,shard=2,microbatches=4", 4),
+        (TwoBackwards, "fsdp_custom:accumulation_sync=last", 2),
+        (TwoBackwards, "fsdp_custom:accumulation_sync=every", 2),
+    ],
+)
+def test_a_rank_that_waits_inside_of_a_step_is_not_done(ranks: Any, make: Any, strategy: str, num_ranks: int) -> None:
+    """One that is slow between two forwards would end with those that wait for it in the second one."""
+    for found in ranks(num_ranks).run(said_before_forwards, make, strategy, num_ranks, 2):
+        assert len(found) >= 8
+        assert not any(found)
 
 
 def fitted(make: Any, strategy: str, num_ranks: int, readers: int) -> tuple[Outcome, dict[str, float], list[str]]:
