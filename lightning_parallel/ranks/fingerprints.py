@@ -19,6 +19,8 @@ from lightning_parallel.ranks.stage_owners import stage_owners_of
 Fingerprint = tuple[Hashable, str, int]
 """The group of values, the name of one, which no other has, and a number made from its bytes. Ranks that have a group
 have it alike."""
+Partings = dict[str, list[list[list[int]]]]
+"""Name of a value -> for each part of which ranks differ, the ranks that hold it, those with equal values together."""
 _MOST_NAMED = 4
 _WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> whole numbers of as many."""
@@ -98,13 +100,10 @@ def of_batch(batch: object) -> list[tuple[tuple[int, ...], str, int]]:
     return [(tuple(each.shape), str(each.dtype), _number(each)) for each in plain if not each.is_nested]
 
 
-def differing(own: list[Fingerprint]) -> dict[str, list[list[int]]]:
-    """Compare the fingerprints of all ranks. A collective.
+def differing(own: list[Fingerprint]) -> Partings:
+    """Compare the fingerprints of all ranks; empty if all agree. A collective.
 
     Ranks first compare one number for each group, and their lists only where these differ.
-
-    Returns:
-        Name of a value -> the ranks that hold it, those with equal values together; empty if all agree.
     """
     together: dict[Hashable, int] = {}
     for group, name, number in own:
@@ -113,10 +112,13 @@ def differing(own: list[Fingerprint]) -> dict[str, list[list[int]]]:
     if not groups:
         return {}
     detailed = {(group, name): number for group, name, number in own if group in groups}
-    return {name: ranks for (_, name), ranks in _unequal(detailed)}
+    found: Partings = {}
+    for (_, name), ranks in _unequal(detailed):
+        found.setdefault(name, []).append(ranks)
+    return found
 
 
-def parted_in_words(found: Mapping[str, list[list[int]]], step: int, agreed: int | None) -> str:
+def parted_in_words(found: Partings, step: int, agreed: int | None) -> str:
     """The words for ranks that have parted.
 
     Args:
@@ -124,7 +126,7 @@ def parted_in_words(found: Mapping[str, list[list[int]]], step: int, agreed: int
         step: The number of steps behind which they differ.
         agreed: That behind which they were equal last; ``None`` if nobody has looked.
     """
-    name, ranks = next(iter(found.items()))
+    name, (ranks, *_) = next(iter(found.items()))
     groups = " and ".join(f"rank{'s' if len(each) > 1 else ''} {', '.join(map(str, each))}" for each in ranks)
     others = [each for each in found if each != name]
     also = f", and so do {', '.join(others[:_MOST_NAMED])}" if others else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,7 @@ from lightning_parallel.errors import RanksDifferError
 from lightning_parallel.module.differences import first_of
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.ranks.dtensors import local_of
-from lightning_parallel.ranks.fingerprints import differing, of_copies, parted_in_words
+from lightning_parallel.ranks.fingerprints import Partings, differing, of_copies, parted_in_words
 from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.ranks.sketches import Sketches
 
@@ -83,19 +82,19 @@ class EqualCopies:
             if not is_placeholder(p) and not isinstance(p, UninitializedParameter) and not p.is_meta
         }
 
-    def _parted(self, found: Mapping[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+    def _parted(self, found: Partings) -> Partings:
         """Those that differ by more than rounding. A collective."""
         local = {name: local_of(p.detach()) for name, p in self._own().items() if name in found}
         sketches = Sketches(self._device).of(local, local)
         is_exact = {name: tensor.element_size() > 2 and tensor.device.type == "cpu" for name, tensor in local.items()}
         widths = {name: _ROUNDING if exact else _ROUNDING_OF_KERNELS for name, exact in is_exact.items()}
         of_ranks = of_all_ranks({name: (sketch, widths[name]) for name, sketch in sketches.items()})
-        parted = {}
-        for name, groups in found.items():
+        parted: Partings = {}
+        for name, groups in ((name, groups) for name, parts in found.items() for groups in parts):
             (first, allowed), *others = (of_ranks[ranks[0]][name] for ranks in groups)
             distances = [(other - first).norm() for other, _ in others]
             if not all(distance <= allowed * first.norm() for distance in distances):  # not a number is no rounding
-                parted[name] = groups
+                parted.setdefault(name, []).append(groups)
         if not parted and not self._has_told:
             self._has_told = True
             rank_zero_info(_BY_ROUNDING.format(first_of(sorted(found))))

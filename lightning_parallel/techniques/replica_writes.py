@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -70,7 +72,7 @@ class ReplicaWrites:
         if names and (different := differing(list(of_parameters((name, before[name][0]) for name in names)))):
             raise ConfigurationError([_DIFFER.format(first_of(sorted(different)), self._hint(different))])
 
-    def _hint(self, names: dict[str, list[list[int]]]) -> str:
+    def _hint(self, names: Collection[str]) -> str:
         shortened = [
             f"{path}.weight"
             for path, child in self._module.named_modules()

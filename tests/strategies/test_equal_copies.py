@@ -76,6 +76,20 @@ def test_copies_of_a_shard(ranks: Any) -> None:
     assert f"after step 2, {SPOILED} differs between rank 1 and rank 3" in first
 
 
+class SpoilsAnotherShard(Spoils):
+    """Beside a difference by rounding in the last rank's shard, one in that of the rank before."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, module, *args)
+        if trainer.global_step == self.after and trainer.global_rank == trainer.world_size - 2:
+            module.get_parameter(self.name).detach().to_local().view(-1)[:1].add_(0.1)
+
+
+def test_rounding_in_one_shard_hides_nothing_in_another(ranks: Any) -> None:
+    first, *_ = ranks(4).run(fitted, SpoilsAnotherShard(2, by=1e-6), "hsdp_custom", 4)
+    assert f"after step 2, {SPOILED} differs between rank 0 and rank 2" in first
+
+
 def test_a_tied_weight_of_two_stages(ranks: Any) -> None:
     first, _ = ranks(2).run(fitted, Spoils(2, name="model.tokens.weight"), "pp_custom", 2, make=DeepTied)
     assert "after step 2, model.tokens.weight differs between rank 0 and rank 1" in first
