@@ -46,7 +46,7 @@ def free_memory(device: torch.device) -> int:
     Example:
         >>> free_memory(torch.device("cpu"))
     """
-    if _has_own_memory(device):
+    if has_own_memory(device):
         free, _ = accelerator.get_memory_info(device)
         return free + accelerator.memory_reserved(device) - accelerator.memory_allocated(device)
     return max(0, min([_available(), *(limit - used for limit, used in _cgroup_limits())]))
@@ -59,7 +59,7 @@ def usable_memory(device: torch.device, *, num_processes: int) -> int:
         device: The device of this process.
         num_processes: Number of processes that share this machine.
     """
-    if not _has_own_memory(device):
+    if not has_own_memory(device):
         return host_memory() // max(1, num_processes)
     _, total = accelerator.get_memory_info(device)
     fraction = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)  # CUDA's and XPU's
@@ -78,7 +78,7 @@ def reset_peak_memory(device: torch.device) -> bool:
     Returns:
         Whether the peak counts from now on.
     """
-    if _has_own_memory(device):
+    if has_own_memory(device):
         if accelerator.memory_stats(device):  # torch 2.11 and 2.13 raise if nothing was allocated yet
             accelerator.reset_peak_memory_stats(device)
         return True
@@ -97,7 +97,7 @@ def peak_memory(device: torch.device) -> int:
     Args:
         device: The device of this process.
     """
-    if _has_own_memory(device):
+    if has_own_memory(device):
         return accelerator.max_memory_allocated(device)
     mark = _kernel_table(_PROC / "self" / "status").get("VmHWM")
     if mark is not None:
@@ -112,7 +112,7 @@ def headroom(device: torch.device) -> int:
     Args:
         device: The device of this process.
     """
-    if _has_own_memory(device):
+    if has_own_memory(device):
         held = accelerator.memory_allocated(device)
     else:
         held = _kernel_table(_PROC / "self" / "status").get("VmRSS", peak_memory(device))
@@ -136,7 +136,7 @@ class MemoryUse:
     @classmethod
     def of(cls, device: torch.device) -> MemoryUse:
         """That of this process on `device`, so far."""
-        if not _has_own_memory(device) or not (stats := accelerator.memory_stats(device)):
+        if not has_own_memory(device) or not (stats := accelerator.memory_stats(device)):
             return cls(float(peak_memory(device)))
         reserved, retries = (stats.get(key, math.nan) for key in ("reserved_bytes.all.peak", "num_alloc_retries"))
         return cls(float(peak_memory(device)), float(reserved), float(retries))
@@ -153,7 +153,8 @@ class MemoryUse:
         return self.peak, self.reserved, self.retries
 
 
-def _has_own_memory(device: torch.device) -> bool:
+def has_own_memory(device: torch.device) -> bool:
+    """Whether `device` has memory that is not the host's."""
     return device.type not in ("cpu", "mps")  # Apple's devices share the host's
 
 

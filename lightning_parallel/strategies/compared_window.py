@@ -27,6 +27,7 @@ from lightning_parallel.strategies.compared_metrics import (
     synced_differences,
 )
 from lightning_parallel.strategies.compared_presence import presence_differences
+from lightning_parallel.strategies.parked_copy import ParkedCopy
 from lightning_parallel.strategies.plain_step import PlainSteps, StepValues, dense
 from lightning_parallel.strategies.rounding import explained_by_rounding
 from lightning_parallel.strategies.window_gradients import WindowGradients
@@ -56,6 +57,7 @@ class ComparedWindow:
     ours: StepValues = field(default_factory=StepValues)
     expected: StepValues = field(default_factory=StepValues)
     gradients: WindowGradients = field(init=False)
+    _parked: ParkedCopy = field(init=False)
     _in_hooks: StepValues = field(default_factory=StepValues)
     losses: tuple[float, float] | None = None
     left_out: set[str] = field(default_factory=set)
@@ -64,6 +66,17 @@ class ComparedWindow:
 
     def __post_init__(self) -> None:
         self.gradients = WindowGradients(self.plain)
+        self._parked = ParkedCopy(self.plain.device)
+
+    def park(self) -> None:
+        """Bring the copy and its gradients to host memory, until `fetch`."""
+        module, gradients = self.plain.module, (self.gradients.pending, self.gradients.sums)
+        of_gradients = (gradient for each in gradients for gradient in each.values())
+        self._parked.park([*module.parameters(), *module.buffers(), *of_gradients])
+
+    def fetch(self) -> None:
+        """Bring them back; call it before any of them is used."""
+        self._parked.fetch()
 
     def take_plain_step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Run the copy's next step."""

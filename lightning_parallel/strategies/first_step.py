@@ -183,8 +183,11 @@ class FirstStep:
         reason = ""
         try:
             self._window = self._window or copy.open_window(finest=self.finest)
+            self._window.fetch()  # a step may have had no backward
             with nullcontext() if copy.short else self.around_plain():
                 self._window.take_plain_step(args, kwargs)
+            if not copy.short:
+                self._window.park()
         except Exception as error:  # a user's step may raise anything: the real one will, too, or the copy is at fault
             reason = _raised(copy, error)
         return self._agree(reason)
@@ -199,6 +202,7 @@ class FirstStep:
         """Add the gradients of the copy to those of the window. A collective if hooks see them."""
         self._listening.close()
         if self._window is not None:
+            self._window.fetch()
             self._window.add_gradients(data_group(self._strategy))
 
     def before_update(self) -> None:
@@ -236,6 +240,7 @@ class FirstStep:
         found, hint = of_all_ranks(differences), ""
         if not any(found):
             return
+        window.fetch()
         strategy.steps.check_calls()
         # Ranks that read different samples may differ in that, too.
         if any(of_all_ranks(shares_samples(strategy) and window.plain.draws)):

@@ -32,6 +32,10 @@ class ManualWindow(ComparedWindow):
     _noted: dict[str, Tensor] | None = None
     _factors: list[float] = field(default_factory=list)
 
+    @override
+    def park(self) -> None:
+        """Do nothing: the copy is used before the step is over."""
+
     @property
     def has_missed_update(self) -> bool:
         """Whether the copy's last step has come to an update, and the real one has not told of any."""

@@ -1,0 +1,98 @@
+"""The copy with which a first step is compared is in host memory while the real step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_parallel.strategies import parked_copy
+from lightning_parallel.strategies.parked_copy import ParkedCopy
+from tests.data import batches
+from tests.jobs.first_steps import fit
+from tests.models.cases import GAN, ByteGPT
+from tests.models.faults import LogsOneParameter
+from tests.names import num_ranks, num_readers
+from tests.parity import TOLERANCE, once, train_module, worst
+
+
+@contextmanager
+def apart() -> Iterator[list[Tensor]]:
+    """The host as a device with memory of its own: what is parked is lost to whoever uses it, until it is fetched."""
+    kept: dict[int, Tensor] = {}
+    moved: list[Tensor] = []
+
+    def to_host(data: Tensor) -> Tensor:
+        lost = torch.full_like(data, torch.nan if data.is_floating_point() else 1)
+        kept[lost.data_ptr()] = data
+        moved.append(lost)
+        return lost
+
+    def to_device(data: Tensor, device: torch.device) -> Tensor:
+        return kept.pop(data.data_ptr()) if data.numel() else data
+
+    with (
+        mock.patch.object(parked_copy, "has_own_memory", return_value=True),
+        mock.patch.object(parked_copy, "to_host", to_host),
+        mock.patch.object(parked_copy, "to_device", to_device),
+    ):
+        yield moved
+
+
+def fitted(make: Any, case: str, strategy: str, num: int, readers: int, **options: Any) -> tuple[Any, list[str], int]:
+    """The outcome, what is said of the first step, and how many tensors were parked."""
+    with apart() as moved:
+        outcome, lines = fit(make, case, strategy, num, readers, **options)
+    return outcome, lines, len(moved)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom", "tp_custom", "pp_custom", "cp_custom"])
+def test_what_is_parked_is_fetched_before_it_is_used(ranks: Any, name: str, accumulate: int) -> None:
+    size = num_ranks(name)
+    readers = num_readers(name, size)
+    options = {"accumulate_grad_batches": accumulate}
+    expected = once(train_module, ByteGPT, batches("byte_gpt", 1), "auto", 1, **options)
+    found = ranks(size).run(fitted, ByteGPT, "byte_gpt", name, size, readers, **options)
+    outcome, lines, _ = found[0]
+    assert lines[-1].startswith("first step equals one process"), lines
+    assert all(num_parked > 10 for *_, num_parked in found)
+    assert worst(outcome, expected) <= TOLERANCE
+
+
+def test_a_step_that_differs_is_run_again(ranks: Any) -> None:
+    """Where the copy is used once more, to say where."""
+    with pytest.raises(Exception, match=r"is logged as .* in place of "):
+        ranks(2).run(fitted, LogsOneParameter, "byte_gpt", "fsdp_custom", 2, 2)
+
+
+def test_a_step_that_optimizes_by_itself_keeps_the_copy(ranks: Any) -> None:
+    found = ranks(2).run(fitted, GAN, "gan", "fsdp_custom", 2, 2)
+    assert found[0][1][-1].startswith("first step equals one process"), found[0][1]
+    assert all(num_parked == 0 for *_, num_parked in found)
+
+
+def test_the_host_parks_nothing() -> None:
+    tensor = torch.ones(3)
+    parked = ParkedCopy(torch.device("cpu"))
+    place = tensor.data_ptr()
+    parked.park([tensor])
+    parked.fetch()
+    assert tensor.data_ptr() == place
+
+
+def test_a_tensor_that_is_there_twice_is_moved_once() -> None:
+    tensor, table = torch.ones(3), torch.ones(3).to_sparse()
+    parked = ParkedCopy(torch.device("cpu"))
+    with apart() as moved:
+        parked.park([tensor, table, tensor])
+        assert len(moved) == 1
+        assert torch.isnan(tensor).all()
+        parked.fetch()
+        parked.fetch()
+    assert tensor.eq(1).all()
