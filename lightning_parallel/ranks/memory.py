@@ -153,6 +153,16 @@ class MemoryUse:
         return self.peak, self.reserved, self.retries
 
 
+def release_cached(device: torch.device) -> None:
+    """Give memory that torch keeps for itself back to `device`: the first collectives of a step take some, too.
+
+    Args:
+        device: The device of this process; the host has nothing to give back.
+    """
+    if device.type not in ("cpu", "mps", "meta"):
+        torch.get_device_module(device).empty_cache()
+
+
 def has_own_memory(device: torch.device) -> bool:
     """Whether `device` has memory that is not the host's."""
     return device.type not in ("cpu", "mps")  # Apple's devices share the host's

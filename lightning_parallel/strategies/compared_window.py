@@ -68,19 +68,21 @@ class ComparedWindow:
         self.gradients = WindowGradients(self.plain)
         self._parked = ParkedCopy(self.plain.device)
 
-    def park(self) -> None:
-        """Bring the copy and its gradients to host memory, until `fetch`."""
+    def _park(self) -> None:
+        """Bring the copy and its gradients to host memory, until they are used: the real step comes next."""
         module, gradients = self.plain.module, (self.gradients.pending, self.gradients.sums)
         of_gradients = (gradient for each in gradients for gradient in each.values())
         self._parked.park([*module.parameters(), *module.buffers(), *of_gradients])
 
-    def fetch(self) -> None:
-        """Bring them back; call it before any of them is used."""
+    def _fetch(self) -> None:
         self._parked.fetch()
 
     def take_plain_step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Run the copy's next step."""
+        self._fetch()  # a step may have had no backward
         self.expected, self.gradients.pending = self.plain.run(args, kwargs)
+        if not self.layers:
+            self._park()
 
     def value_differences(self, ours: StepValues) -> list[str]:
         """Loss, logged values and states of metrics that differ, in words."""
@@ -98,6 +100,7 @@ class ComparedWindow:
     def run_again(self, watching: contextlib.AbstractContextManager[object] | None = None) -> StepValues:
         """The values of the copy's last step, when it runs again."""
         assert self.state is not None
+        self._fetch()
         return self.plain.run_again(self.state, watching)
 
     def unsteady(self, again: StepValues) -> list[str]:
@@ -157,6 +160,7 @@ class ComparedWindow:
         Args:
             group: The ranks that read different samples; ``None`` for one process.
         """
+        self._fetch()
         self.num_backwards += 1
         self.gradients.add(group)
         if self.has_hook:  # in each microstep, of all gradients so far

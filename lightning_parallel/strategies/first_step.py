@@ -7,6 +7,7 @@ the same values, leave metrics in the same states and end with the same gradient
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from lightning_parallel.errors import ConfigurationError, FirstStepError
 from lightning_parallel.errors import check as refuse
 from lightning_parallel.module.layer_kinds import alike_layers_trusted
+from lightning_parallel.ranks.memory import release_cached
 from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.ranks.random_streams import RandomState
 from lightning_parallel.strategies.compared_copy import ComparedCopy, copy_of, data_group
@@ -183,11 +185,8 @@ class FirstStep:
         reason = ""
         try:
             self._window = self._window or copy.open_window(finest=self.finest)
-            self._window.fetch()  # a step may have had no backward
             with nullcontext() if copy.short else self.around_plain():
                 self._window.take_plain_step(args, kwargs)
-            if not copy.short:
-                self._window.park()
         except Exception as error:  # a user's step may raise anything: the real one will, too, or the copy is at fault
             reason = _raised(copy, error)
         return self._agree(reason)
@@ -202,7 +201,6 @@ class FirstStep:
         """Add the gradients of the copy to those of the window. A collective if hooks see them."""
         self._listening.close()
         if self._window is not None:
-            self._window.fetch()
             self._window.add_gradients(data_group(self._strategy))
 
     def before_update(self) -> None:
@@ -240,7 +238,6 @@ class FirstStep:
         found, hint = of_all_ranks(differences), ""
         if not any(found):
             return
-        window.fetch()
         strategy.steps.check_calls()
         # Ranks that read different samples may differ in that, too.
         if any(of_all_ranks(shares_samples(strategy) and window.plain.draws)):
@@ -265,6 +262,8 @@ def _close(listening: ExitStack, copy: ComparedCopy | None) -> None:
 
 
 def _raised(copy: ComparedCopy, error: Exception) -> str:
+    traceback.clear_frames(error.__traceback__)  # what the step has computed: it may have been too much
+    release_cached(copy.strategy.root_device)
     layers = f" with {copy.short}" if copy.short else ""
     return f"a plain copy of the module{layers} raised {type(error).__name__}: {error}"
 

@@ -33,7 +33,7 @@ class ManualWindow(ComparedWindow):
     _factors: list[float] = field(default_factory=list)
 
     @override
-    def park(self) -> None:
+    def _park(self) -> None:
         """Do nothing: the copy is used before the step is over."""
 
     @property

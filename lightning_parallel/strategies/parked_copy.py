@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lightning_parallel.ranks.memory import has_own_memory
+from lightning_parallel.ranks.memory import has_own_memory, release_cached
 
 
 class ParkedCopy:
@@ -36,16 +36,14 @@ class ParkedCopy:
         Args:
             tensors: On the device or not, some of them perhaps twice.
         """
-        assert not self._away, "some are there already"
+        assert not self._away
         if not has_own_memory(self._device):
             return
         for tensor in {id(tensor): tensor for tensor in tensors}.values():
             if tensor.device.type == self._device.type and tensor.layout is torch.strided:
                 tensor.data = to_host(tensor.data)
                 self._away.append(tensor)
-        if self._device.type != "cpu":
-            # Others than torch's allocator take memory, too: the collectives of a real step, in their first calls.
-            torch.get_device_module(self._device).empty_cache()
+        release_cached(self._device)
 
     @torch.no_grad()
     def fetch(self) -> None:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_parallel.strategies import parked_copy
+from lightning_parallel.strategies import first_step, parked_copy
 from lightning_parallel.strategies.parked_copy import ParkedCopy
 from tests.data import batches
 from tests.jobs.first_steps import fit
 from tests.models.cases import GAN, ByteGPT
-from tests.models.faults import LogsOneParameter
+from tests.models.faults import FailsOnCopyOfRank0, OtherLayer
 from tests.names import num_ranks, num_readers
 from tests.parity import TOLERANCE, once, train_module, worst
+from tests.rank_pool import RankError
 
 
 @contextmanager
@@ -67,8 +69,8 @@ def test_what_is_parked_is_fetched_before_it_is_used(ranks: Any, name: str, accu
 
 def test_a_step_that_differs_is_run_again(ranks: Any) -> None:
     """Where the copy is used once more, to say where."""
-    with pytest.raises(Exception, match=r"is logged as .* in place of "):
-        ranks(2).run(fitted, LogsOneParameter, "byte_gpt", "fsdp_custom", 2, 2)
+    with pytest.raises(RankError, match=r"the output of 'model\.blocks\.1' is the first to differ"):
+        ranks(2).run(fitted, OtherLayer, "byte_gpt", "fsdp_custom", 2, 2)
 
 
 def test_a_step_that_optimizes_by_itself_keeps_the_copy(ranks: Any) -> None:
@@ -96,3 +98,35 @@ def test_a_tensor_that_is_there_twice_is_moved_once() -> None:
         parked.fetch()
         parked.fetch()
     assert tensor.eq(1).all()
+
+
+class RunsOutOfMemory(FailsOnCopyOfRank0):
+    """The step of the copy has computed something when it fails."""
+
+    computed: ClassVar[list[Any]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.is_original != [id(self)]:
+            states = torch.ones(1000)
+            self.computed[:] = [weakref.ref(states)]
+            raise torch.OutOfMemoryError("no room for another 1000 GiB")
+        return super().training_step(batch, batch_idx)
+
+
+def left_by_a_copy() -> tuple[list[str], list[bool]]:
+    """What is said, and whether nothing is left where the memory of the device is released."""
+    was_freed: list[bool] = []
+
+    def release(_: torch.device) -> None:
+        was_freed.append(RunsOutOfMemory.computed[0]() is None)
+
+    with mock.patch.object(first_step, "release_cached", release):
+        _, lines = fit(RunsOutOfMemory, "byte_gpt", "fsdp_custom", 2, 2)
+    return lines, was_freed
+
+
+def test_what_a_failed_copy_has_computed_is_freed(ranks: Any) -> None:
+    found = ranks(2).run(left_by_a_copy)
+    assert len(found[0][0]) == 1
+    assert "raised OutOfMemoryError: no room for another 1000 GiB" in found[0][0][0]
+    assert [was_freed for _, was_freed in found] == [[True], [True]]
