@@ -95,13 +95,15 @@ class UnitOrder:
         is_over = self._is_backward or self._has_returned
         entered = [] if is_over else _torch.unit_parameters.entered_units(list(self.units.values()))
         called = [*self._called, *self._now()[self._num_before :]]
-        return Calls(self._number, called, self._is_backward, self._has_returned, entered)
+        # Behind a microbatch, others follow; and until its backward is over, torch's list is not that of the next one.
+        is_last = self._is_backward and not self._has_microbatches
+        return Calls(self._number, called, is_last, self._has_returned, entered)
 
     def note(self) -> None:
         """Note what has been called by now; call it between forward and backward."""
         now = self._now()
         self._called += now[self._num_before :] if len(now) >= self._num_before else now
-        self._num_before, self._is_backward = len(now), not self._has_microbatches
+        self._num_before, self._is_backward = len(now), True
 
     @contextlib.contextmanager
     def step(self, *, goes_backward: bool, has_microbatches: bool = False) -> Iterator[None]:

@@ -116,7 +116,8 @@ class ComparedCopy:
         tolerance = Tolerance(max(tolerance_of(strategy).precision, finest))
         if not module.automatic_optimization:
             return ManualWindow(steps, tolerance)
-        window = ComparedWindow(steps, tolerance, layers=str(self.short or ""))
+        layers, num_processes = str(self.short or ""), strategy.num_processes
+        window = ComparedWindow(steps, tolerance, layers=layers, num_processes=num_processes)
         for optimizer in strategy.optimizers:
             self.listening.enter_context(clearing_noted(optimizer, window.gradients.clear))
         return window

@@ -45,6 +45,7 @@ class ComparedWindow:
         tolerance: How far the two may be apart.
         state: The random state with which the last step began.
         layers: The layers that both have, in words, where others are left out.
+        num_processes: The ranks of this machine.
         rounded: Gradients further apart than the tolerance, as those of one process are by rounding alone.
     """
 
@@ -52,6 +53,7 @@ class ComparedWindow:
     tolerance: Tolerance
     state: RandomState | None = None
     layers: str = ""
+    num_processes: int = 1
     num_backwards: int = 0
     num_gradients: int = 0
     ours: StepValues = field(default_factory=StepValues)
@@ -66,13 +68,18 @@ class ComparedWindow:
 
     def __post_init__(self) -> None:
         self.gradients = WindowGradients(self.plain)
-        self._parked = ParkedCopy(self.plain.device)
+        self._parked = ParkedCopy(self.plain.device, self.num_processes)
 
     def _park(self) -> None:
-        """Bring the copy and its gradients to host memory, until they are used: the real step comes next."""
-        module, gradients = self.plain.module, (self.gradients.pending, self.gradients.sums)
-        of_gradients = (gradient for each in gradients for gradient in each.values())
-        self._parked.park([*module.parameters(), *module.buffers(), *of_gradients])
+        """Bring the copy and its gradients to host memory, until they are used: the real step comes next.
+
+        Not its buffers, of which a step may hold views, and not what it shares with the module.
+        """
+        if self.layers:
+            return
+        theirs = {id(parameter) for parameter in self.plain.originals.parameters()}
+        own = [parameter for parameter in self.plain.module.parameters() if id(parameter) not in theirs]
+        self._parked.park([*own, *self.gradients.pending.values(), *self.gradients.sums.values()])
 
     def _fetch(self) -> None:
         self._parked.fetch()
@@ -81,8 +88,7 @@ class ComparedWindow:
         """Run the copy's next step."""
         self._fetch()  # a step may have had no backward
         self.expected, self.gradients.pending = self.plain.run(args, kwargs)
-        if not self.layers:
-            self._park()
+        self._park()
 
     def value_differences(self, ours: StepValues) -> list[str]:
         """Loss, logged values and states of metrics that differ, in words."""
@@ -101,7 +107,10 @@ class ComparedWindow:
         """The values of the copy's last step, when it runs again."""
         assert self.state is not None
         self._fetch()
-        return self.plain.run_again(self.state, watching)
+        try:
+            return self.plain.run_again(self.state, watching)
+        finally:
+            self._park()
 
     def unsteady(self, again: StepValues) -> list[str]:
         """Names of logged values that the copy's step does not give twice.
@@ -184,6 +193,7 @@ class ComparedWindow:
         Args:
             group: The ranks that read different samples; ``None`` for one process.
         """
+        self._fetch()  # the last step of the window may have had no backward
         parameters = dict(self.plain.originals.named_parameters())
         self.num_gradients = len(self.plain.trained())
         if gone := [name for name, _ in self.plain.module.named_parameters() if name not in parameters]:

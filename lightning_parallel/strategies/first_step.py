@@ -263,7 +263,8 @@ def _close(listening: ExitStack, copy: ComparedCopy | None) -> None:
 
 def _raised(copy: ComparedCopy, error: Exception) -> str:
     traceback.clear_frames(error.__traceback__)  # what the step has computed: it may have been too much
-    release_cached(copy.strategy.root_device)
+    with suppress(RuntimeError):  # of a device that has failed, which the real step meets, too
+        release_cached(copy.strategy.root_device)
     layers = f" with {copy.short}" if copy.short else ""
     return f"a plain copy of the module{layers} raised {type(error).__name__}: {error}"
 

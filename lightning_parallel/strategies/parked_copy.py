@@ -7,7 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from lightning_parallel.ranks.memory import has_own_memory, release_cached
+from lightning_parallel.ranks.memory import free_memory, has_own_memory, release_cached
+
+_HOST = torch.device("cpu")
 
 
 class ParkedCopy:
@@ -18,20 +20,21 @@ class ParkedCopy:
 
     Args:
         device: This rank's device.
+        num_processes: Those of this machine, which park as much.
 
     Example:
-        >>> parked = ParkedCopy(torch.device("cuda"))
+        >>> parked = ParkedCopy(torch.device("cuda"), num_processes=8)
         >>> parked.park(copy.parameters())
         >>> parked.fetch()  # before any of them is used
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, num_processes: int = 1) -> None:
+        self._device, self._num_processes = device, num_processes
         self._away: list[Tensor] = []
 
     @torch.no_grad()
     def park(self, tensors: Iterable[Tensor]) -> None:
-        """Bring tensors to host memory, and give what they have taken back to the device.
+        """Bring tensors to host memory, if there is room, and give what they have taken back to the device.
 
         Args:
             tensors: On the device or not, some of them perhaps twice.
@@ -39,10 +42,12 @@ class ParkedCopy:
         assert not self._away
         if not has_own_memory(self._device):
             return
-        for tensor in {id(tensor): tensor for tensor in tensors}.values():
-            if tensor.device.type == self._device.type and tensor.layout is torch.strided:
-                tensor.data = to_host(tensor.data)
-                self._away.append(tensor)
+        there = {id(t): t for t in tensors if t.device.type == self._device.type and t.layout is torch.strided}
+        if self._num_processes * sum(tensor.nbytes for tensor in there.values()) > free_memory(_HOST) // 2:
+            return
+        for tensor in there.values():
+            tensor.data = to_host(tensor.data)
+            self._away.append(tensor)
         release_cached(self._device)
 
     @torch.no_grad()

@@ -49,15 +49,19 @@ class SecondRun:
         unsteady: list[str] = []
         try:
             values = window.run_again()
+        except torch.OutOfMemoryError as error:  # beside what the real step has computed: nothing is known then
+            window.plain.failure = f"a plain copy, run again, raised {type(error).__name__}: {error}"
         except Exception as error:  # of the user's code
             hint = f"the plain copy raised {type(error).__name__}: {error}"
         else:
             unsteady = window.unsteady(values)
             if not value_difference(values.loss, window.expected.loss) <= window.tolerance.value:
                 hint = "the loss of the plain copy is another one, too: the step reads and changes what no module holds"
-        found = of_all_ranks((hint, unsteady))
-        window.leave_out({name for _, names in found for name in names})
-        return of_all_ranks(window.value_differences(window.ours)), next((each for each, _ in found if each), "")
+        found = of_all_ranks((hint, unsteady, window.plain.failure))
+        if any(failure for *_, failure in found):
+            return [[] for _ in found], ""
+        window.leave_out({name for _, names, _ in found for name in names})
+        return of_all_ranks(window.value_differences(window.ours)), next((each for each, *_ in found if each), "")
 
     def first_difference(self) -> str:
         """The first module whose output differs, in words; empty where that is not known. A collective of all ranks.

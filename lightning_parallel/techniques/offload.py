@@ -59,7 +59,7 @@ class OffloadedState:
 
     Args:
         optimizer: The user's; its parameters stay on the device.
-        host_memory: Makes memory for a tensor of the state on the host; ``None`` for one that is there.
+        host_memory: Makes memory for a tensor of the state on the host; ``None`` for one that is there, or has no such.
         to_device: Copies a tensor of the state to the device of its parameter, the second argument.
 
     Example:
@@ -94,10 +94,12 @@ class OffloadedState:
 
         def stored(name: str, value: Tensor, parameter: Tensor) -> Tensor:
             own = self._kept.get((parameter, name))
-            if own is None or own.shape != value.shape or own.dtype != value.dtype:
-                own = self._host_memory(value)
-            if own is None or own is value:
+            if own is value:
                 return value
+            if own is None or not _are_alike(own, value):
+                own = self._host_memory(value)
+            if own is None:
+                return value.to("cpu")
             self._kept[parameter, name] = own
             local_of(own).copy_(local_of(value), non_blocking=True)
             devices.add(value.device)
@@ -127,10 +129,21 @@ def _on_device(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _pinned_memory(value: Tensor) -> Tensor | None:
-    """Make memory for `value` on the host, from and to which a device copies by itself; ``None`` if it is there."""
-    if value.device.type == "cpu":
-        return None
+    """Make memory for `value` on the host, from and to which a device copies by itself.
+
+    ``None`` if it is on the host, or is a tensor of another kind, as states of 8 bits are.
+    """
     local = local_of(value)
-    is_plain = type(local) is Tensor  # states of 8 bits are tensors of a kind of their own
-    memory = torch.empty_like(local, device="cpu", pin_memory=True) if is_plain else local.to("cpu")
+    if value.device.type == "cpu" or type(local) is not Tensor:
+        return None
+    try:
+        memory = torch.empty_like(local, device="cpu", pin_memory=True)
+    except RuntimeError:  # as much as the machine lets a process pin; copies take longer then
+        memory = torch.empty_like(local, device="cpu")
     return _torch.tensors.with_local(value, memory) if isinstance(value, DTensor) else memory
+
+
+def _are_alike(one: Tensor, two: Tensor) -> bool:
+    if type(one) is not type(two) or one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    return local_of(one).shape == local_of(two).shape

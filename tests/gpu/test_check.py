@@ -58,5 +58,5 @@ def test_limits(check: Check, ok: bool | None) -> None:
 @pytest.mark.fast
 def test_what_is_no_section(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["memory", "--accelerator", "cpu"])
-    assert "there is no section memory; there are setup, " in capsys.readouterr().err
+        main(["timing", "--accelerator", "cpu"])
+    assert "there is no section timing; there are setup, " in capsys.readouterr().err

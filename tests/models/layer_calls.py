@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models.cases import ByteGPT, next_token_loss
+from tests.models.cases import next_token_loss
 from tests.models.user_code import Tokens
 
 
@@ -96,21 +96,3 @@ class PenalizedFeatures(Tokens):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Fill the features before the copy is."""
         self.model(batch[0])
-
-
-class TwoBackwards(ByteGPT):
-    """Manual optimization in which two forwards, each with its backward, come before an update."""
-
-    def __init__(self, optimizer: str = "sgd") -> None:
-        super().__init__(optimizer)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        losses = []
-        for half in batch[0].chunk(2):
-            losses.append(self.loss(half) / 2)
-            self.manual_backward(losses[-1])
-        optimizer.step()
-        return sum(losses).detach()

@@ -10,16 +10,17 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_parallel import build_strategy
 from lightning_parallel.strategies import first_step, parked_copy
 from lightning_parallel.strategies.parked_copy import ParkedCopy
 from tests.data import batches
-from tests.jobs.first_steps import fit
-from tests.models.cases import GAN, ByteGPT
+from tests.jobs.first_steps import compared, fit, said
+from tests.models.cases import GAN, LENGTH, ByteGPT
 from tests.models.faults import FailsOnCopyOfRank0, OtherLayer
 from tests.names import num_ranks, num_readers
-from tests.parity import TOLERANCE, once, train_module, worst
+from tests.parity import TOLERANCE, make_trainer, once, train_module, worst
 from tests.rank_pool import RankError
 
 
@@ -36,7 +37,7 @@ def apart() -> Iterator[list[Tensor]]:
         return lost
 
     def to_device(data: Tensor, device: torch.device) -> Tensor:
-        return kept.pop(data.data_ptr()) if data.numel() else data
+        return kept.pop(data.data_ptr()).clone() if data.numel() else data  # other memory than before
 
     with (
         mock.patch.object(parked_copy, "has_own_memory", return_value=True),
@@ -130,3 +131,114 @@ def test_what_a_failed_copy_has_computed_is_freed(ranks: Any) -> None:
     assert len(found[0][0]) == 1
     assert "raised OutOfMemoryError: no room for another 1000 GiB" in found[0][0][0]
     assert [was_freed for _, was_freed in found] == [[True], [True]]
+
+
+class LeavesOneOut(ByteGPT):
+    """The second step has no backward; Lightning updates behind it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx != 1 else None
+
+
+class Shared(nn.Linear):
+    """Frozen, and the same in each copy of what holds it."""
+
+    def __deepcopy__(self, memo: Any) -> Shared:
+        return self
+
+
+class Distilled(ByteGPT):
+    """Has a teacher that its copies share."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.teacher = Shared(LENGTH, 1).requires_grad_(False)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return super().loss(tokens) + 0 * self.teacher(tokens.float()).mean()
+
+
+class ViewsABuffer(ByteGPT):
+    """Writes into a buffer through a view that it has taken of it in an earlier step."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.register_buffer("queue", torch.zeros(2, 3))
+        self.row: Tensor | None = None
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        if self.row is None:
+            self.row = self.queue[0]
+        self.row += 1
+        return super().loss(tokens) + self.queue.sum()
+
+
+@pytest.mark.parametrize("make", [LeavesOneOut, Distilled, ViewsABuffer])
+def test_what_a_step_does_with_its_tensors(ranks: Any, make: Any) -> None:
+    lines, num_parked = ranks(1).run(said_of_a_window, make)[0]
+    assert lines[-1].startswith("first step equals one process"), lines
+    assert num_parked > 10
+
+
+def said_of_a_window(make: Any) -> tuple[list[str], int]:
+    with apart() as moved, said() as lines, compared():
+        strategy = build_strategy("ddp_custom:recompute=full")
+        make_trainer(strategy, 1, accumulate_grad_batches=2).fit(make(), batches("byte_gpt", 1))
+    return lines, len(moved)
+
+
+class LogsTheTime(ByteGPT):
+    """Logs something else each time that it runs, so that both steps run again to see that."""
+
+    times: ClassVar[list[float]] = []
+    was_parked: ClassVar[list[bool]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.times.append(len(self.times))
+        self.log("time", self.times[-1])
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        window = self.trainer.strategy.first_step._window
+        if window is not None:  # between the real step and its backward
+            self.was_parked.append(bool(window._parked._away))
+
+
+def parked_before_backward() -> tuple[list[str], list[bool]]:
+    _, lines, _ = fitted(LogsTheTime, "byte_gpt", "fsdp_custom", 2, 2)
+    return lines, LogsTheTime.was_parked
+
+
+def test_the_copy_is_parked_again_behind_another_run(ranks: Any) -> None:
+    found = ranks(2).run(parked_before_backward)
+    assert found[0][0][-1].startswith("first step equals one process")
+    assert [was_parked for _, was_parked in found] == [[True], [True]]
+
+
+class RunsOutOfMemoryAgain(LogsTheTime):
+    """The third run of a step is that of the copy, for the second time."""
+
+    times: ClassVar[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(self.times) == 2 and self.global_rank == 1:
+            self.times.append(2)
+            raise torch.OutOfMemoryError("no room beside the real step")
+        return super().training_step(batch, batch_idx)
+
+
+def test_another_run_for_which_there_is_no_memory(ranks: Any) -> None:
+    outcome, lines, _ = ranks(2).run(fitted, RunsOutOfMemoryAgain, "byte_gpt", "fsdp_custom", 2, 2)[0]
+    assert len(lines) == 1
+    assert lines[0].startswith("first step not compared with one process: ")
+    expected = once(train_module, ByteGPT, batches("byte_gpt", 1), "auto", 1)
+    assert worst(outcome, expected) <= TOLERANCE
+
+
+def test_a_host_without_room(ranks: Any) -> None:
+    tensor = torch.ones(3)
+    with apart() as moved, mock.patch.object(parked_copy, "free_memory", return_value=7 * tensor.nbytes):
+        ParkedCopy(torch.device("cpu"), num_processes=4).park([tensor])
+        assert not moved
+        ParkedCopy(torch.device("cpu"), num_processes=3).park([tensor])
+        assert len(moved) == 1
