@@ -71,22 +71,13 @@ class ComparedWindow:
         self._parked = ParkedCopy(self.plain.device, self.num_processes)
 
     def _park(self) -> None:
-        """Bring the copy and its gradients to host memory, until they are used: the real step comes next.
-
-        Not its buffers, of which a step may hold views, and not what it shares with the module.
-        """
-        if self.layers:
-            return
-        theirs = {id(parameter) for parameter in self.plain.originals.parameters()}
-        own = [parameter for parameter in self.plain.module.parameters() if id(parameter) not in theirs]
-        self._parked.park([*own, *self.gradients.pending.values(), *self.gradients.sums.values()])
-
-    def _fetch(self) -> None:
-        self._parked.fetch()
+        if not self.layers:
+            gradients = [*self.gradients.pending.values(), *self.gradients.sums.values()]
+            self._parked.park(self.plain.module, self.plain.originals, gradients)
 
     def take_plain_step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Run the copy's next step."""
-        self._fetch()  # a step may have had no backward
+        self._parked.fetch()  # a step may have had no backward
         self.expected, self.gradients.pending = self.plain.run(args, kwargs)
         self._park()
 
@@ -106,7 +97,7 @@ class ComparedWindow:
     def run_again(self, watching: contextlib.AbstractContextManager[object] | None = None) -> StepValues:
         """The values of the copy's last step, when it runs again."""
         assert self.state is not None
-        self._fetch()
+        self._parked.fetch()
         try:
             return self.plain.run_again(self.state, watching)
         finally:
@@ -169,7 +160,7 @@ class ComparedWindow:
         Args:
             group: The ranks that read different samples; ``None`` for one process.
         """
-        self._fetch()
+        self._parked.fetch()
         self.num_backwards += 1
         self.gradients.add(group)
         if self.has_hook:  # in each microstep, of all gradients so far
@@ -193,7 +184,7 @@ class ComparedWindow:
         Args:
             group: The ranks that read different samples; ``None`` for one process.
         """
-        self._fetch()  # the last step of the window may have had no backward
+        self._parked.fetch()  # the last step of the window may have had no backward
         parameters = dict(self.plain.originals.named_parameters())
         self.num_gradients = len(self.plain.trained())
         if gone := [name for name, _ in self.plain.module.named_parameters() if name not in parameters]:

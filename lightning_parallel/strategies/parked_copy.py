@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_parallel.ranks.memory import free_memory, has_own_memory, release_cached
 
@@ -13,7 +13,7 @@ _HOST = torch.device("cpu")
 
 
 class ParkedCopy:
-    """Tensors that are in host memory from `park` to `fetch`; where the device is the host, they stay.
+    """Parameters and gradients of a copy, in host memory from `park` to `fetch`; on the host they stay where they are.
 
     A batch is chosen so that a step fills its device. With a copy of the module and its gradients beside it, the first
     step would run out of memory, and none of those that follow.
@@ -24,7 +24,7 @@ class ParkedCopy:
 
     Example:
         >>> parked = ParkedCopy(torch.device("cuda"), num_processes=8)
-        >>> parked.park(copy.parameters())
+        >>> parked.park(copy, module, gradients)
         >>> parked.fetch()  # before any of them is used
     """
 
@@ -33,15 +33,21 @@ class ParkedCopy:
         self._away: list[Tensor] = []
 
     @torch.no_grad()
-    def park(self, tensors: Iterable[Tensor]) -> None:
-        """Bring tensors to host memory, if there is room, and give what they have taken back to the device.
+    def park(self, copy: nn.Module, original: nn.Module, gradients: Iterable[Tensor]) -> None:
+        """Bring them to host memory, if there is room, and give what they have taken back to the device.
+
+        Not the buffers, of which a step may hold views, and not the parameters that the copy shares with the module.
 
         Args:
-            tensors: On the device or not, some of them perhaps twice.
+            copy: The copy.
+            original: The module.
+            gradients: Those of the copy, some of them perhaps twice.
         """
         assert not self._away
         if not has_own_memory(self._device):
             return
+        theirs = {id(parameter) for parameter in original.parameters()}
+        tensors = [*(parameter for parameter in copy.parameters() if id(parameter) not in theirs), *gradients]
         there = {id(t): t for t in tensors if t.device.type == self._device.type and t.layout is torch.strided}
         if self._num_processes * sum(tensor.nbytes for tensor in there.values()) > free_memory(_HOST) // 2:
             return

@@ -84,7 +84,7 @@ def test_the_host_parks_nothing() -> None:
     tensor = torch.ones(3)
     parked = ParkedCopy(torch.device("cpu"))
     place = tensor.data_ptr()
-    parked.park([tensor])
+    parked.park(nn.Module(), nn.Module(), [tensor])
     parked.fetch()
     assert tensor.data_ptr() == place
 
@@ -93,7 +93,7 @@ def test_a_tensor_that_is_there_twice_is_moved_once() -> None:
     tensor, table = torch.ones(3), torch.ones(3).to_sparse()
     parked = ParkedCopy(torch.device("cpu"))
     with apart() as moved:
-        parked.park([tensor, table, tensor])
+        parked.park(nn.Module(), nn.Module(), [tensor, table, tensor])
         assert len(moved) == 1
         assert torch.isnan(tensor).all()
         parked.fetch()
@@ -238,7 +238,7 @@ def test_another_run_for_which_there_is_no_memory(ranks: Any) -> None:
 def test_a_host_without_room(ranks: Any) -> None:
     tensor = torch.ones(3)
     with apart() as moved, mock.patch.object(parked_copy, "free_memory", return_value=7 * tensor.nbytes):
-        ParkedCopy(torch.device("cpu"), num_processes=4).park([tensor])
+        ParkedCopy(torch.device("cpu"), num_processes=4).park(nn.Module(), nn.Module(), [tensor])
         assert not moved
-        ParkedCopy(torch.device("cpu"), num_processes=3).park([tensor])
+        ParkedCopy(torch.device("cpu"), num_processes=3).park(nn.Module(), nn.Module(), [tensor])
         assert len(moved) == 1
