@@ -157,10 +157,10 @@ def release_cached(device: torch.device) -> None:
     """Give memory that torch keeps for itself back to `device`: the first collectives of a step take some, too.
 
     Args:
-        device: The device of this process; the host has nothing to give back.
+        device: The device of this process; the host has nothing to give back, nor have some kinds of devices.
     """
-    if device.type not in ("cpu", "mps", "meta"):
-        torch.get_device_module(device).empty_cache()
+    if has_own_memory(device) and (release := getattr(torch.get_device_module(device), "empty_cache", None)):
+        release()
 
 
 def has_own_memory(device: torch.device) -> bool:

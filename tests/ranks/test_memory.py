@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lightning_parallel.ranks.memory import (
     headroom,
     host_memory,
     peak_memory,
+    release_cached,
     reset_peak_memory,
     usable_memory,
 )
@@ -158,3 +160,13 @@ def test_what_was_never_used_has_no_peak_to_reset(monkeypatch: pytest.MonkeyPatc
 def test_a_process_may_use_its_share_of_the_host(machine: Path) -> None:
     assert usable_memory(CPU, num_processes=4) == 16 * GIB
     assert usable_memory(torch.device("mps"), num_processes=0) == 64 * GIB
+
+
+def test_memory_is_released_where_there_is_any() -> None:
+    with mock.patch("torch.get_device_module", return_value=mock.Mock(spec=["empty_cache"])) as of:
+        release_cached(torch.device("cpu"))
+        of.assert_not_called()
+        release_cached(torch.device("cuda"))
+        of.return_value.empty_cache.assert_called_once_with()
+    with mock.patch("torch.get_device_module", return_value=mock.Mock(spec=[])):
+        release_cached(torch.device("xpu"))
