@@ -259,7 +259,9 @@ def first(machine: Machine) -> Iterator[Check]:
         (bare, least, step), (checked, most, _) = (_to_update(machine, name, each, size) for each in ("off", "auto"))
         yield Check(f"first/{name}: added, in steps", (checked - bare) / step, 1.0 if machine.has_gpu else None)
         if machine.has_gpu:
-            yield Check(f"first/{name}: peak of three steps over that without", most / least, 1.05)
+            # Under sharding, a whole copy and its gradients take more than a rank's part of them and of the moments.
+            limit = 1.05 if name == "ddp_custom" else None
+            yield Check(f"first/{name}: peak of three steps over that without", most / least, limit)
 
     for name in ("ddp_custom", "fsdp_custom"):
         yield from tried(f"first/{name}", lambda name=name: of(name))
