@@ -124,7 +124,7 @@ class _Peak(_Steps):
             self.bytes = torch.cuda.max_memory_allocated()
 
 
-def _fit(machine: Machine, strategy: str, noted: _Steps, size: Size, steps: int, **arguments: Any) -> float:
+def _fit(machine: Machine, strategy: str, noted: _Steps, size: Size, steps: int, **arguments: Any) -> int:
     """Train; the bytes that were there before, which is what earlier trainings have left."""
     gc.collect()
     if machine.has_gpu:

@@ -118,7 +118,7 @@ class Machine:
         """The names that so many ranks, one or two, can show, as far as they are wanted."""
         whole = ["dp_custom", "ddp_custom", "zero1_custom", "zero2_custom", "fsdp_custom", "fsdp_offload_custom"]
         shared = [name for name in PRESETS if name not in ("dp_custom", "fsdp_tp_custom")]
-        if self.is_shared:  # torch's gloo crashes where tensors of a GPU are sent, or gathered by a DTensor (2.11)
+        if self.is_shared:  # with 2.11, gathers of DTensors over gloo crash on a GPU, and a rank that sends ends
             shared = [name for name in shared if name not in ("tp_custom", "pp_custom")]
         names = whole if self.num_ranks == 1 else shared
         return [name for name in names if not self.only or name in self.only]

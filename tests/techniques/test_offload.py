@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_parallel import _torch
 from lightning_parallel.ranks.dtensors import local_of
+from lightning_parallel.techniques import offload
 from lightning_parallel.techniques.offload import OffloadedState
 
 
@@ -94,6 +95,17 @@ def test_another_state_of_another_shape_is_taken() -> None:
     offloaded.store()
     assert optimizer.state[parameter]["momentum_buffer"].eq(6).all()
     assert optimizer.state[parameter]["momentum_buffer"].shape == (2, 4)
+
+
+def test_memory_for_a_tensor_of_a_device() -> None:
+    """Pageable, where nothing can be pinned; none for what is there, or is of another kind."""
+    value = torch.empty(3, 4, dtype=torch.bfloat16, device="meta").t()
+    memory = offload._pinned_memory(value)
+    assert memory is not None
+    assert (memory.device.type, memory.dtype) == ("cpu", value.dtype)
+    assert (memory.shape, memory.stride()) == (value.shape, value.stride())
+    assert offload._pinned_memory(torch.empty(3)) is None
+    assert offload._pinned_memory(nn.Parameter(value)) is None
 
 
 def like_another() -> list[bool]:
