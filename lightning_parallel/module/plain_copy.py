@@ -80,16 +80,18 @@ class PlainCopy:
         """Names of parameters and buffers that have other values on this rank than `note_values` has seen."""
         return [name for name, norm in _norms(module).items() if norm != self._norms.get(name)]
 
-    def follow(self, module: nn.Module) -> None:
+    def follow(self, module: nn.Module, *, numbers_only: bool = False) -> None:
         """Give the copy the attributes that `module` has now, and train the same parameters. No collective.
 
         Args:
             module: The module, parallel by now.
+            numbers_only: Whether containers with anything but numbers and names in them are left as they are: by now,
+                they may hold the outputs of many steps.
 
         Raises:
             NotCopyableError: If the module has other submodules or tensors by now.
         """
-        self._follow_attributes(module)
+        self._follow_attributes(module, numbers_only=numbers_only)
         theirs, own = _tensors(module), _tensors(self._copy)
         if theirs.keys() != own.keys():
             names = sorted(theirs.keys() ^ own.keys())
@@ -130,7 +132,14 @@ class PlainCopy:
             raise failed
         return self._copy
 
-    def _follow_attributes(self, module: nn.Module) -> None:
+    def empty(self) -> None:
+        """Free what the copy was filled with; it follows all attributes of the module when it is needed again."""
+        self._noted = {}
+        for tensor in _tensors(self._copy).values():
+            tensor.grad = None
+            tensor.data = tensor.data.new_empty(0)
+
+    def _follow_attributes(self, module: nn.Module, *, numbers_only: bool) -> None:
         twins: dict[int, Any] = {}
         for path, child in module.named_modules():
             twin = _submodule(self._copy, path)
@@ -140,6 +149,8 @@ class PlainCopy:
         for path, child in module.named_modules():
             noted = self._noted.get(path, {})
             for name, value in _plain_attributes(child):
+                if numbers_only and any(type(leaf) not in _VALUES for leaf in _leaves(value)):
+                    continue
                 if name not in noted or _differs(noted[name], value):
                     try:
                         vars(twins[id(child)])[name] = copy.deepcopy(value, dict(twins))

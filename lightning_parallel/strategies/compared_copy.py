@@ -58,12 +58,13 @@ class ComparedCopy:
         """Listen no more to optimizers."""
         self.listening.close()
 
-    def follow(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    def follow(self, args: Sequence[Any], kwargs: dict[str, Any], *, numbers_only: bool = False) -> str:
         """Give the copy what the module has now. No collective.
 
         Args:
             args: The arguments of the step.
             kwargs: As `args`.
+            numbers_only: As of `PlainCopy.follow`.
 
         Returns:
             The reason for which it cannot follow the module into the step; empty if it can.
@@ -73,7 +74,7 @@ class ComparedCopy:
         if getattr(self.strategy.steps, "microbatch_weights", None) is not None:
             return "TokenWeighted weights the losses of microbatches, and not what the step logs of them"
         try:
-            self.plain.follow(self.strategy.module)
+            self.plain.follow(self.strategy.module, numbers_only=numbers_only)
         except NotCopyableError as error:
             return str(error)
         return ""
@@ -110,9 +111,7 @@ class ComparedCopy:
             finest: The least precision to expect.
         """
         strategy, module = self.strategy, self.strategy.module
-        plain = self._fill()
-        _make_ready(plain, strategy)
-        steps = PlainSteps(module, plain, module.trainer, strategy.root_device, data_group(strategy))
+        steps = self.steps()
         tolerance = Tolerance(max(tolerance_of(strategy).precision, finest))
         if not module.automatic_optimization:
             return ManualWindow(steps, tolerance)
@@ -121,6 +120,13 @@ class ComparedCopy:
         for optimizer in strategy.optimizers:
             self.listening.enter_context(clearing_noted(optimizer, window.gradients.clear))
         return window
+
+    def steps(self) -> PlainSteps:
+        """The steps of the copy, filled with what the module has now. A collective."""
+        strategy, module = self.strategy, self.strategy.module
+        plain = self._fill()
+        _make_ready(plain, strategy)
+        return PlainSteps(module, plain, module.trainer, strategy.root_device, data_group(strategy))
 
     def _fill(self, names: Collection[str] | None = None) -> LightningModule:
         owners = all_stage_owners(self.strategy.module)

@@ -127,14 +127,25 @@ def shortened(strategy: ComparedStrategy) -> tuple[ShortStacks | None, str]:
     Returns:
         ``None`` if it fits with all of them; and the reason for which it cannot be compared, empty if it can.
     """
-    module, device = strategy.module, strategy.root_device
-    sharers = strategy.num_processes if device.type == "cpu" else 1
-    room = min(of_all_ranks(free_memory(device) // max(1, sharers) // 2 // _COPIES))
+    module, room = strategy.module, _room(strategy) // _COPIES
     if parameter_bytes(module) <= room:
         return None, ""
     leaves_out = strategy.can_leave_out_layers and module.automatic_optimization
     short = short_stacks(module, strategy.plan_for(module).structure, room) if leaves_out else None
     return short, "" if short is not None else _TOO_LARGE
+
+
+def has_room(strategy: ComparedStrategy) -> bool:
+    """Whether a copy of the module, without gradients, fits beside it on all ranks. A collective."""
+    return parameter_bytes(strategy.module) <= _room(strategy)
+
+
+def _room(strategy: ComparedStrategy) -> int:
+    """Half of the bytes that are free, on the rank with the fewest. A collective."""
+    device = strategy.root_device
+    sharers = strategy.num_processes if device.type == "cpu" else 1
+    free: list[int] = of_all_ranks(free_memory(device))
+    return min(free) // max(1, sharers) // 2
 
 
 _TOO_LARGE = "the module does not fit on a rank beside itself; check='first_step' tries nevertheless"

@@ -31,7 +31,7 @@ from lightning_parallel.strategies.compared_strategy import (
     shares_samples,
 )
 from lightning_parallel.strategies.compared_window import ComparedWindow
-from lightning_parallel.strategies.loss_over_ranks import tell_other_loss
+from lightning_parallel.strategies.later_losses import LaterLosses
 from lightning_parallel.strategies.manual_window import ManualWindow
 from lightning_parallel.strategies.plain_step import StepValues
 from lightning_parallel.strategies.second_run import SecondRun
@@ -71,6 +71,7 @@ class FirstStep:
         self._window: ComparedWindow | None = None
         self._layers: tuple[str, ...] = ()
         self._listening = ExitStack()
+        self._later = LaterLosses(strategy, may_leave_out=check == "auto")
         self.is_paused = False
         """Whether steps are trials, which are undone, and in which memory is measured."""
         self.outcome = ""
@@ -104,6 +105,7 @@ class FirstStep:
 
     def end(self) -> None:
         """Free the copy."""
+        self._later.end()
         _close(self._listening, self._copy)
         self._copy = self._window = None
 
@@ -119,6 +121,8 @@ class FirstStep:
             FirstStepError: If its loss, or what it logs or gives to metrics, is not that of one process.
         """
         copy = self._copy
+        if not self.is_paused:
+            self._later.look(args, kwargs)
         if copy is None or self.is_paused or not self._is_followed(copy, args, kwargs):
             return step(*args, **kwargs)
         if copy.short is not None:
@@ -151,11 +155,7 @@ class FirstStep:
         return output
 
     def _end_manual(self, window: ManualWindow) -> None:
-        """Compare the rest of a step that has updated nothing; one that updates has been compared before. A collective.
-
-        Raises:
-            FirstStepError: If its values are not those of one process.
-        """
+        """Compare the rest of a step that updates nothing; another one has been compared before. A collective."""
         if self._window is not window:
             return
         # All ranks alike: one that has seen an update would be here no more.
@@ -210,18 +210,20 @@ class FirstStep:
             FirstStepError: If they are not those of one process.
         """
         window = self._window
-        if window is None or self.is_paused or (window.num_backwards == 0 and not isinstance(window, ManualWindow)):
+        if window is None or self.is_paused:
             return
         if window.num_backwards == 0:
-            self._leave("the step calls backward by itself, and not manual_backward")
+            if isinstance(window, ManualWindow):
+                self._leave("the step calls backward by itself, and not manual_backward")
             return
         found = window.update_differences(data_group(self._strategy))
         if self._agree(window.plain.failure):
             self._decide(found)
         if self._window is not None:
             self._tell(window.summary())
-            tell_other_loss(window.plain, data_group(self._strategy), window.expected.loss, window.tolerance)
+            copy = self._copy
             self.end()
+            self._later.begin(copy, window)
 
     def _decide(self, differences: list[str], again: SecondRun | None = None) -> None:
         """Go on if no rank has found a difference. A collective.
@@ -249,10 +251,13 @@ class FirstStep:
                 return
         self.end()
         rank, first = next((rank, each) for rank, each in enumerate(found) if each)
-        where = hint or _where(again, first)
-        if strategy.global_rank != 0:
-            raise FirstStepError("the first step differs from one process; rank 0 says how")
-        raise FirstStepError(in_words(strategy, first, rank, where))
+        raise _error(strategy, first, rank, hint or _where(again, first))
+
+
+def _error(strategy: ComparedStrategy, differences: Sequence[str], rank: int, where: str) -> FirstStepError:
+    if strategy.global_rank != 0:
+        return FirstStepError("the first step differs from one process; rank 0 says how")
+    return FirstStepError(in_words(strategy, differences, rank, where))
 
 
 def _close(listening: ExitStack, copy: ComparedCopy | None) -> None:

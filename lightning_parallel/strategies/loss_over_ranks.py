@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -31,45 +32,66 @@ _NO_GRADIENT = 1e-5
 """The share of the norm of all gradients below which one is rounding itself, as those of biases of keys."""
 
 
-def tell_other_loss(
-    plain: PlainSteps, group: dist.ProcessGroup | None, loss: Tensor | None, tolerance: Tolerance
-) -> None:
-    """Say so if the mean over ranks is another loss than that of one process with all samples. A collective.
+def tell_other_layers(module: LightningModule, num_ranks: int) -> None:
+    """Say which layers compute with what they see of all samples, of which each rank sees its own.
 
     Args:
-        plain: The steps of a copy that nobody needs any more: what they change stays.
-        group: The ranks that read different samples; ``None`` for one process.
-        loss: The loss of the last of these steps.
-        tolerance: The differences that rounding explains.
+        module: The module.
+        num_ranks: The ranks that read different samples.
     """
-    module, near = plain.originals, tolerance.value
+    if by_frequency := _scaled_by_frequency(module):
+        rank_zero_info(_BY_FREQUENCY.format(first_of(by_frequency), num_ranks=num_ranks))
+    if paths := [path for path, child in module.named_modules() if _takes_statistics(child)]:
+        rank_zero_info(_OF_BATCHES.format(first_of(paths), num_ranks=num_ranks))
+
+
+def looks_at_losses(module: LightningModule) -> bool:
+    """Whether the loss of a step can be looked at: the step returns it, and no callback weights it."""
     callbacks: Sequence[object] = module.trainer.callbacks  # type: ignore[attr-defined]
     is_weighed = any(getattr(each, "weighs_losses", False) for each in callbacks)
-    if group is None or group.size() == 1:
-        return
-    by_frequency = [path for path, child in module.named_modules() if getattr(child, "scale_grad_by_freq", False)]
-    if by_frequency:
-        rank_zero_info(_BY_FREQUENCY.format(first_of(by_frequency), num_ranks=group.size()))
-    if paths := [path for path, child in module.named_modules() if _takes_statistics(child)]:
-        rank_zero_info(_OF_BATCHES.format(first_of(paths), num_ranks=group.size()))
-    if is_weighed or not module.automatic_optimization:
-        return
+    return module.automatic_optimization and not is_weighed
+
+
+def other_loss(
+    plain: PlainSteps, group: dist.ProcessGroup, loss: Tensor | None, tolerance: Tolerance, *, has_gradients: bool
+) -> str:
+    """The loss of one process with all samples beside the mean over ranks, in words. A collective.
+
+    Args:
+        plain: The steps of a copy.
+        group: The ranks that read different samples.
+        loss: The loss of the last of these steps; ``None`` where none has run.
+        tolerance: The differences that rounding explains.
+        has_gradients: Whether gradients are looked at, too, where losses are the same.
+
+    Returns:
+        The words of the first rank that has some; empty if the two are the same, or if nobody can say.
+    """
     trial = _Trial(plain, loss)
+    words = _words_of(trial, group.size(), tolerance, has_gradients=has_gradients)
+    trial.undo()
+    return next(filter(None, of_all_ranks(words)), "")
+
+
+def _words_of(trial: _Trial, num_ranks: int, tolerance: Tolerance, *, has_gradients: bool) -> str:
+    near = tolerance.value
     first = trial.losses_of(trial.parts[:1])
     if any(of_all_ranks(trial.is_in_vain)):  # all ranks alike, as a step may meet others before that is seen
-        return
+        return ""
     losses = first + trial.losses_of(trial.parts[1:])
     words = ""
     if any(of_all_ranks(trial.may_differ(losses, near))):
         whole = trial.losses_of([trial.samples])[0]
-        words = "" if trial.is_in_vain else _words(whole, losses, group.size(), near)
-    if not any(of_all_ranks(words)):
+        words = "" if trial.is_in_vain else _words(whole, losses, num_ranks, near)
+    if has_gradients and not any(of_all_ranks(words)):
         found = trial.differing_gradients(more_than=max(_SAME_GRADIENT, tolerance.gradient))
-        found = {name: each for name, each in found.items() if name.rpartition(".")[0] not in by_frequency}
         names = first_of(sorted(found, key=lambda name: -found[name]))
-        words = _GRADIENTS.format(names, most=max(found.values()), num_ranks=group.size()) if found else ""
-    if told := next(filter(None, of_all_ranks(words)), ""):
-        rank_zero_info(told)
+        words = _GRADIENTS.format(names, most=max(found.values()), num_ranks=num_ranks) if found else ""
+    return words
+
+
+def _scaled_by_frequency(module: nn.Module) -> list[str]:
+    return [path for path, child in module.named_modules() if getattr(child, "scale_grad_by_freq", False)]
 
 
 def _takes_statistics(layer: nn.Module) -> bool:
@@ -131,8 +153,14 @@ class _Trial:
         if self.is_in_vain or not math.isfinite(math.hypot(*norms.values(), *apart.values())):
             return {}
         least = _NO_GRADIENT * math.hypot(*norms.values())
+        by_frequency = _scaled_by_frequency(self._plain.originals)
+        norms = {name: norm for name, norm in norms.items() if name.rpartition(".")[0] not in by_frequency}
         found = {name: apart[name] / norm for name, norm in norms.items() if norm > least}
         return {name: each for name, each in found.items() if each > more_than}
+
+    def undo(self) -> None:
+        """Leave the copy as it was."""
+        self._before.restore()
 
     def _loss_of(self, batch: Any, times: float = 0.0) -> float:
         plain = self._plain

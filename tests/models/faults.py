@@ -25,6 +25,14 @@ class SumOfSamples(ByteGPT):
         return next_token_loss(self.model(tokens), tokens) * len(tokens)
 
 
+class ComparesSamples(ByteGPT):
+    """A loss whose negatives are the other samples of the batch."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        outputs = F.normalize(self.model(tokens).mean(1), dim=-1)
+        return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
 class UnevenLabels(ByteGPT):
     """A mean over the tokens that count, of which each sample has another number."""
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,18 +16,11 @@ from lightning_parallel import build_strategy
 from lightning_parallel.callbacks import TokenWeighted
 from lightning_parallel.strategies.loss_over_ranks import _words
 from tests.data import GLOBAL_BATCH, batches
+from tests.jobs.losses import lines
 from tests.models.cases import LENGTH, VOCABULARY, ByteGPT, next_token_loss
-from tests.models.faults import SumOfSamples, UnevenLabels, WithDropout
+from tests.models.faults import ComparesSamples, SumOfSamples, UnevenLabels, WithDropout
 from tests.names import num_ranks, num_readers
 from tests.parity import checked, make_trainer, train_module
-
-
-class ComparesSamples(ByteGPT):
-    """A loss whose negatives are the other samples of the batch."""
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        outputs = F.normalize(self.model(tokens).mean(1), dim=-1)
-        return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
 
 
 class ComparesAllSamples(ByteGPT):
@@ -68,29 +58,6 @@ class FailsOnParts(ByteGPT):
 
     def loss(self, tokens: Tensor) -> Tensor:
         return super().loss(tokens) * tokens.view(GLOBAL_BATCH // 2, LENGTH).shape[0]
-
-
-@contextmanager
-def lines() -> Iterator[list[str]]:
-    """What is said of losses."""
-    found: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage().startswith(
-                ("the loss is a sum", "the loss of a batch", "norm normalizes", "the gradient of a batch")
-            ):
-                found.append(record.getMessage())
-
-    logger, handler = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Handler()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def told(make: Any, name: str, callbacks: tuple[Callback, ...] = (), **kwargs: Any) -> list[str]:

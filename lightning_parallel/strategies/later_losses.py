@@ -1,0 +1,101 @@
+"""Looks at the loss behind the first step: whether the mean over ranks is the loss of all samples, and stays it.
+
+A term may come in after a warm-up, and losses that agree at first may be other ones once routers have learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_parallel.module.differences import Tolerance
+from lightning_parallel.strategies.compared_copy import ComparedCopy, data_group
+from lightning_parallel.strategies.compared_strategy import ComparedStrategy, has_room
+from lightning_parallel.strategies.compared_window import ComparedWindow
+from lightning_parallel.strategies.loss_over_ranks import looks_at_losses, other_loss, tell_other_layers
+
+
+class LaterLosses:
+    """Looks at the loss of steps 4, 16, 64 and so on, on the copy with which the first step was compared.
+
+    Args:
+        strategy: The strategy.
+        may_leave_out: Whether nothing is looked at where the copy does not fit beside the module.
+    """
+
+    def __init__(self, strategy: ComparedStrategy, *, may_leave_out: bool) -> None:
+        self._strategy, self._may_leave_out = strategy, may_leave_out
+        self._copy: ComparedCopy | None = None
+        self._tolerance = Tolerance(0.0)
+        self._before, self._last = 0, 1
+
+    def begin(self, copy: ComparedCopy | None, window: ComparedWindow) -> None:
+        """Look at the first step, and keep the copy for later ones. A collective.
+
+        Args:
+            copy: The copy; ``None`` if nobody needs it any more.
+            window: The first step, which was that of one process.
+        """
+        group, module = data_group(self._strategy), self._strategy.module
+        if group is None or group.size() == 1:
+            return
+        tell_other_layers(module, group.size())
+        if not looks_at_losses(module):
+            return
+        words = other_loss(window.plain, group, window.expected.loss, window.tolerance, has_gradients=True)
+        if words:
+            rank_zero_info(words)
+        elif copy is not None and copy.short is None:
+            copy.plain.empty()
+            self._copy, self._tolerance = copy, window.tolerance
+            self._before, self._last = module.trainer.global_step, 1
+
+    def end(self) -> None:
+        """Look at no further steps, and free the copy."""
+        self._copy = None
+
+    def look(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Look at the loss of a step before it runs, if it is one of those. A collective then.
+
+        Args:
+            args: The arguments of the step.
+            kwargs: As `args`.
+        """
+        copy = self._copy
+        if copy is None or (number := copy.strategy.module.trainer.global_step - self._before + 1) < 4 * self._last:
+            return
+        words = self._words(copy, args, kwargs)
+        copy.plain.empty()
+        if words:
+            rank_zero_info(f"in step {number}, {words}. In step {self._last}, the two were the same")
+            self.end()
+        self._last = number
+
+    def _words(self, copy: ComparedCopy, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+        """The loss of a step beside the mean over ranks, in words; empty if they are the same, or nobody can say."""
+        group, reason = data_group(self._strategy), ""
+        assert group is not None
+        if self._may_leave_out and not has_room(self._strategy):
+            reason = "a copy of the module does not fit beside it any more"
+        if not self._goes_on(reason or copy.follow(args, kwargs, numbers_only=True)):
+            return ""
+        plain = None
+        try:
+            plain = copy.steps()
+            plain.given = deepcopy((args, kwargs))
+        except Exception as error:  # of a full memory, or of an object of the user's that has no copy
+            reason = f"{type(error).__name__}: {error}"
+        if not self._goes_on(reason) or plain is None:
+            return ""
+        return other_loss(plain, group, None, self._tolerance, has_gradients=False)
+
+    def _goes_on(self, reason: str) -> bool:
+        """Whether no rank has a `reason` not to look; else none looks from here on. A collective."""
+        if self._strategy.reduce_boolean_decision(not reason):
+            return True
+        rank_zero_info(f"losses of later steps are not looked at: {reason or 'another rank cannot'}")
+        self.end()
+        return False
