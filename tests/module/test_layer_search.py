@@ -209,11 +209,8 @@ def test_what_is_inside_of_a_layer_is_no_stack() -> None:
 SEQUENCE = "tp_custom:sequence=true"
 NAMES = ("fsdp_custom", "tp_custom", SEQUENCE, "cp_custom", "pp_custom")
 REFUSED = {
-    ("hybrid", "cp_custom"): "layers.1 (Mixer) does not call torch's scaled_dot_product_attention",
     ("list_of_lists", SEQUENCE): "sequence=False",  # attention asks for the length before its maps gather
-    ("list_of_lists", "cp_custom"): "does not call torch's scaled_dot_product_attention",
     ("pairs_of_branches", SEQUENCE): "sequence=False",
-    ("pairs_of_branches", "cp_custom"): "does not call torch's scaled_dot_product_attention",
     (
         "called_in_a_row",
         SEQUENCE,

@@ -44,11 +44,16 @@ def wording_for(
             return list(error.violations)
         if has_attention() or kind() == "torch":  # it may fail before it gets there
             return [_failed(path, layer, error)]
-        return [f"{bypassed(path, layer, has_own=bool(kind()))}. On a part of a sequence it fails with: {error}"]
+        return [f"{_bypassed(path, layer, has_own=bool(kind()))}. On a part of a sequence it fails with: {error}"]
+
+    def described(difference: Difference) -> str:
+        if has_attention() or kind():
+            return _described(name, difference, sequences.dim)
+        return _bypassed(path, layer, has_own=False)
 
     return Wording(
         name,
-        difference=lambda difference: _described(name, difference, sequences.dim),
+        difference=described,
         failure=failure,
         elsewhere=f"{name}: the check of context parallel failed on another rank; see its message, or give context=1",
         apart=lambda place: (
@@ -125,15 +130,29 @@ def _failed(path: str, layer: nn.Module, error: Exception) -> str:
     )
 
 
-def counted_otherwise(path: str, layer: nn.Module) -> str:
-    """In words, that the layer does not count positions as it did when it was compared."""
-    return (
+def attention_violations(path: str, layer: nn.Module, kind: str, *, has_called: bool, counts_alike: bool) -> list[str]:
+    """Reasons why a layer cannot run on a part as it was seen to run on the whole; empty if it can.
+
+    One without attention is compared with itself as others are: what maps each position alone is right on a part.
+
+    Args:
+        path: Where it is.
+        layer: The layer.
+        kind: Of the attention that it computes on whole sequences: ``"torch"``, ``"own"`` or ``""``.
+        has_called: Whether ranks have shared some on the part.
+        counts_alike: Whether it has counted positions as often as when it was compared.
+    """
+    if kind and not has_called:
+        return [_bypassed(path, layer, has_own=True)]
+    if counts_alike:
+        return []
+    return [
         f"{_name(path, layer)} counts positions by torch.arange in some steps, and in others goes "
         "by what it has kept; a part has other positions in each length. Give it positions as an argument, or context=1"
-    )
+    ]
 
 
-def bypassed(path: str, layer: nn.Module, *, has_own: bool) -> str:
+def _bypassed(path: str, layer: nn.Module, *, has_own: bool) -> str:
     """In words, that the layer has no attention that ranks could share.
 
     Args:

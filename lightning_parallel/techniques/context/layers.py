@@ -28,9 +28,8 @@ from lightning_parallel.module.layer_search import joined_behind_each
 from lightning_parallel.techniques.context.attention import AttentionWatch, SplitAttention
 from lightning_parallel.techniques.context.collected import join_collected, join_hidden
 from lightning_parallel.techniques.context.comparison import (
+    attention_violations,
     batch_statistics_violations,
-    bypassed,
-    counted_otherwise,
     sequence_dims,
     wording_for,
 )
@@ -296,6 +295,8 @@ class _Part:
         error = check.run_whole(lambda args, kwargs: forward(*args, **kwargs), inside=lambda: _watched(self))
         if check.whole is None:
             raise error or ConfigurationError([check.wording.elsewhere])
+        if not self.stack.attending[self.path]:
+            dims = dims[:1]  # any layer is right on a part of the samples, which nothing tells from a sequence here
         violations: dict[CutRule, list[str]] = {}
         of_gradients: list[str] = []
         for rule, dim in itertools.product(candidate_rules(self.stack.rule), dims):
@@ -340,10 +341,8 @@ def _watched(part: _Part) -> Iterator[None]:
 
 def _check_attention(attention: SplitAttention, part: _Part, layer: nn.Module, counted: Any) -> None:
     """Refuse a layer whose attention has not been seen on its part, or was called otherwise than on the whole."""
-    if not attention.calls:
-        raise ConfigurationError([bypassed(part.path, layer, has_own=bool(part.stack.attending[part.path]))])
-    if attention.counted != counted:
-        raise ConfigurationError([counted_otherwise(part.path, layer)])
+    kind, counts_alike = part.stack.attending[part.path], attention.counted == counted
+    check(attention_violations(part.path, layer, kind, has_called=bool(attention.calls), counts_alike=counts_alike))
 
 
 def _map_named(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:

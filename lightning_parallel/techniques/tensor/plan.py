@@ -22,10 +22,7 @@ from lightning_parallel.ranks.divisibility import divisors, listed
 from lightning_parallel.techniques.tensor.argument_guesses import HEAD_COUNTS
 from lightning_parallel.techniques.tensor.linear_maps import is_transposed, linear_maps, shape_of, unlike_linear
 from lightning_parallel.techniques.tensor.splits import MapSplit
-from lightning_parallel.techniques.tensor.trace import (
-    heads_violation,
-    trace_layer,
-)
+from lightning_parallel.techniques.tensor.trace import heads_violation, trace_layer
 
 ROLES = ("colwise", "rowwise", "replicate")
 VOCABULARY = "vocab"
@@ -133,17 +130,23 @@ def _from_flow(
     violations: list[str] = []
     unseen: list[UnseenLayers] = []
     left_whole: list[str] = []
+    has_maps = any(maps for _, maps in kinds)
     for (cls, maps), paths in kinds.items():
-        call = next((calls[path] for path in paths if path in calls), None) if calls else None
-        trace = trace_layer(module.get_submodule(paths[0]), call)
-        reasons = [f"{paths[0]} ({cls.__name__}) {reason}" for reason in trace.failures]
+        if has_maps and not maps:  # such as the norms between layers: whole, as all that has nothing to split
+            left_whole += _described(paths[0], cls.__name__, module, {})
+            continue
+        # Layers of a kind have the same maps, but may be given other sizes: a call belongs to its own layer.
+        path = next((path for path in paths if path in (calls or {})), paths[0])
+        call = (calls or {}).get(path)
+        trace = trace_layer(module.get_submodule(path), call)
+        reasons = [f"{path} ({cls.__name__}) {reason}" for reason in trace.failures]
         if maps and call is None:
             unseen += [UnseenLayers(tuple(paths), reason) for reason in reasons]
         else:
             violations += reasons
-        violations += [f"{paths[0]}: {reason}" for reason in trace.head_violations(size)]
-        left_whole += _described(paths[0], cls.__name__, module, trace.left_whole(size))
-        roles |= {f"{path}.{name}": role for path in paths for name, role in trace.roles(size).items()}
+        violations += [f"{path}: {reason}" for reason in trace.head_violations(size)]
+        left_whole += _described(path, cls.__name__, module, trace.left_whole(size))
+        roles |= {f"{each}.{name}": role for each in paths for name, role in trace.roles(size).items()}
     # A layer that the step has not called stays whole.
     waiting = tuple(unseen) if calls is None else ()
     return TensorPlan(roles, _FLOW, violations, unseen=waiting, left_whole=tuple(left_whole))
