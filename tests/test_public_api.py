@@ -40,6 +40,7 @@ CALLBACKS = {
     "GpuMonitor",
     "GradientNorm",
     "NonFinite",
+    "PretrainedWeights",
     "RankLogs",
     "ScaledLearningRate",
     "StepBreakdown",

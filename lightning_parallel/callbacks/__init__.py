@@ -9,6 +9,7 @@ from lightning_parallel.callbacks.gpu_monitor import GpuMonitor
 from lightning_parallel.callbacks.gradient_norm import GradientNorm
 from lightning_parallel.callbacks.learning_rate import ScaledLearningRate
 from lightning_parallel.callbacks.non_finite import NonFinite
+from lightning_parallel.callbacks.pretrained_weights import PretrainedWeights
 from lightning_parallel.callbacks.rank_logs import RankLogs
 from lightning_parallel.callbacks.step_breakdown import StepBreakdown
 from lightning_parallel.callbacks.throughput import Throughput
@@ -24,6 +25,7 @@ __all__ = [
     "GpuMonitor",
     "GradientNorm",
     "NonFinite",
+    "PretrainedWeights",
     "RankLogs",
     "ScaledLearningRate",
     "StepBreakdown",

@@ -50,9 +50,19 @@ class StoredFolder(dcp.FileSystemReader):
         Args:
             targets: Key -> a tensor of the stored shape, or a DTensor of which this rank's part is read.
         """
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads by itself
-            dcp.load(dict(targets), storage_reader=self, no_dist=True)
+        read_alone(targets, self)
+
+
+def read_alone(targets: Mapping[str, Tensor], reader: dcp.StorageReader) -> None:
+    """Read tensors, or this rank's parts of them. No collective.
+
+    Args:
+        targets: Key -> a tensor of the stored shape, or a DTensor of which this rank's part is read.
+        reader: Of the files.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads by itself
+        dcp.load(dict(targets), storage_reader=reader, no_dist=True)
 
 
 class _Unpickler(pickle.Unpickler):
