@@ -37,7 +37,7 @@ ALL = os.environ.get("PAIRS") == "all"
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A checkpoint of either form, without the random states of ranks."""
+    """A checkpoint of either form, without the random states of ranks, which hooks of the fits draw from."""
     if path.is_dir():
         assert damage_of_folder(path) == ""
         checkpoint = open_folder(path, lambda rest: torch.load(rest, weights_only=True))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
@@ -19,7 +21,7 @@ EPOCH = 3
 
 
 class Losses(Callback):
-    """Notes the loss of each global batch, and saves after the first epoch."""
+    """Notes the loss of each global batch, and numbers that a hook draws behind each epoch; saves after the first."""
 
     def __init__(self, path: str = "") -> None:
         self.path, self.losses = path, list[float]()
@@ -32,12 +34,14 @@ class Losses(Callback):
         self.losses.append(float(loss))
 
     def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        draws = (torch.rand(1).item(), random.random(), np.random.random())
+        self.losses += [float(each) for each in draws]
         if self.path and trainer.current_epoch == 0:
             trainer.save_checkpoint(self.path)
 
 
 def saved(strategy: str, num_ranks: int, path: str) -> list[float]:
-    """Two epochs; a checkpoint after the first in `path`, and after the second in `path`.end. The losses."""
+    """Two epochs; a checkpoint after the first in `path`, and after the second in `path`.end. Losses and draws."""
     return _fit(strategy, num_ranks, Losses(path), 3, f"{path}.end")
 
 

@@ -80,3 +80,51 @@ def test_none_is_intact(ranks: Any, tmp_path: Path) -> None:
     for step, (said,) in ranks(2).run(resumed, "ddp_custom", tmp_path, "last"):
         assert step == -1
         assert "None beside it is intact" in said
+
+
+# Folders of sharded checkpoints -------------------------------------------------------------------------------------
+
+
+def write_folders(folder: Path) -> None:
+    """Folders of updates 2 and 4, by two ranks."""
+    trainer_of("fsdp_custom:checkpoint=sharded", 2, folder, 4).fit(DeepTied(), loader(2, 8))
+
+
+def damage_folder(path: Path, kind: str) -> None:
+    """Damage what rank 1 has written: its file is gone, or one bit of it is another."""
+    file = path / "__1_0.distcp"
+    if kind == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(DAMAGES["flipped"](file.read_bytes()))
+
+
+def dated(folder: Path, *names: str) -> None:
+    for age, name in enumerate(names):
+        os.utime(folder / name, (1e9 - age, 1e9 - age))
+
+
+@pytest.mark.parametrize("kind", ["missing", "flipped"])
+def test_the_last_folder_walks_back(kind: str, ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(write_folders, tmp_path)
+    assert (tmp_path / "last.ckpt").is_dir()
+    for name in ("last.ckpt", "epoch=0-step=4.ckpt"):
+        damage_folder(tmp_path / name, kind)
+    dated(tmp_path, "last.ckpt", "epoch=0-step=4.ckpt", "epoch=0-step=2.ckpt")
+    (step, said), (other, by_other) = ranks(2).run(resumed, "fsdp_custom", tmp_path, "last")
+    assert (step, other, by_other) == (2, 2, [])
+    assert len(said) == 1
+    words = "its file __1_0.distcp is missing" if kind == "missing" else "what __1_0.distcp holds differs from its chec"
+    assert words in said[0]
+    assert "step=2.ckpt" in said[0]
+
+
+@pytest.mark.parametrize("name", ["ddp_custom", "pp_custom"])
+def test_a_damaged_folder_ends_all_ranks(name: str, ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(write_folders, tmp_path)
+    path = tmp_path / "epoch=0-step=4.ckpt"
+    damage_folder(path, "flipped")
+    for step, (said,) in ranks(2).run(resumed, name, tmp_path, str(path)):
+        assert step == -1
+        assert f"the checkpoint {path} is damaged: what __1_0.distcp holds" in said
+        assert "give ckpt_path=" in said
