@@ -16,6 +16,7 @@ KNOWN = (
     r".*You defined a `validation_step` but have no `val_dataloader`.*",
     r".*GPU available but not used.*",
     r".*`tensorboardX` has been removed.*",
+    r".*'set_vital' is deprecated.*",  # torchdata calls it
     r".*Checkpoint directory .* exists and is not empty.*",
     r".*isinstance\(treespec, LeafSpec\).*",
     r".*Using `DistributedSampler` with the dataloaders.*",

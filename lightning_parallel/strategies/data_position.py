@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_parallel import _lightning
 from lightning_parallel.strategies.positioned_batches import PositionedBatches, Start, batches_of, is_positionable
 from lightning_parallel.strategies.read_order import NoOrderError
+from lightning_parallel.strategies.restored_loaders import begin_epoch, keep_order, states_of_rank
 from lightning_parallel.strategies.saved_position import num_in_flight, saved_position
 
 if TYPE_CHECKING:
@@ -85,11 +86,7 @@ class DataPosition:
         self._loaded = (checkpoint.get(KEY) or {}).get(_POSITION)
         if self._loaded is None:
             return
-        stateful = [entry for entry in self._loaded["loaders"] if entry["kind"] == "state"]
-        count, rank = self._ranks.data_ranks
-        if stateful:
-            is_same = all(len(entry["states"]) == count for entry in stateful)
-            states = [entry["states"][rank] for entry in stateful] if is_same else []
+        if (states := states_of_rank(self._loaded, self._ranks.data_ranks)) is not None:
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
 
     def read_through(self, loader: Any, trainer: Trainer, *, is_dealt: bool) -> Any:
@@ -102,6 +99,8 @@ class DataPosition:
         """
         self._trainer = trainer
         is_training = trainer.state.stage == RunningStage.TRAINING
+        if is_training and is_dealt and self._loaded is not None and isinstance(loader, _lightning.epochs.Stateful):
+            keep_order(loader, self._loaded)
         if not is_training or not is_positionable(loader) or isinstance(loader, _lightning.epochs.Stateful):
             return loader
         found = PositionedBatches.given_to(loader, self._start)
@@ -185,6 +184,8 @@ class DataPosition:
         epoch, _ = _lightning.epochs.place_of_epoch(trainer)
         is_same = trainer.fit_loop.restarting and epoch == loaded["epoch"]
         self._goes_on = loaded["is_in_epoch"] and is_same
+        if not self._goes_on and (states := states_of_rank(loaded, self._ranks.data_ranks)):
+            begin_epoch(trainer, states)
         begins_again = bool(self._goes_on) and _lightning.epochs.load_waiting_states(trainer)
         if self._goes_on:
             self._resolved()

@@ -87,6 +87,8 @@ class SampleDealer:
             drop_last: Whether batches that are not full are left out.
         """
         ranks = self._trainer.distributed_sampler_kwargs or {}
+        if _shuffles_by_state(loader.sampler):
+            loader = DataLoader(loader.dataset, shuffle=True)
         overfit = self._trainer.overfit_batches  # type: ignore[attr-defined]
         even = _lightning.sampler_of_rank(loader, overfit_batches=overfit, **ranks)
         repeats, number = self._repeats(), len(even.dataset)
@@ -123,6 +125,16 @@ class SampleDealer:
         if self._is_on:
             _lightning.set_deals_out_samples(self._trainer, True)
         self._is_on = False
+
+
+def _shuffles_by_state(sampler: Any) -> bool:
+    """Whether it is what torchdata's `StatefulDataLoader` has in place of torch's own sampler for ``shuffle=True``.
+
+    Its order follows from a generator that the loader saves where it is given no other sampler, and not behind one for
+    ranks: those are given the order of a seed and an epoch, as with torch's.
+    """
+    is_theirs = type(sampler).__module__.startswith("torchdata.") and type(sampler).__name__ == "RandomSampler"
+    return is_theirs and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
 def _is_dealt_out(sampler: object) -> bool:

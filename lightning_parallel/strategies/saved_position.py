@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_parallel import _lightning, _torch
 from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.strategies.positioned_batches import batches_of
+from lightning_parallel.strategies.restored_loaders import state_entry
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -57,7 +58,7 @@ def _own_entry(training: _lightning.epochs.Pass, index: int, behind: int, states
     """This rank's part of a loader: the entry, and its own part of it."""
     loader = training.loaders[index]
     if isinstance(loader, _lightning.epochs.Stateful):
-        return {"kind": "state"}, states.pop(0) if states else None
+        return state_entry(loader), states.pop(0) if states else None
     batches = batches_of(loader)
     if batches is None:
         return {"kind": "none", "reason": "which has no indices whose order can be drawn again"}, None

@@ -155,6 +155,11 @@ def loaders(kind: str, readers: int, rank: int, size: int) -> Any:
     """Loaders of each kind, for `readers` ranks that read different samples."""
     if kind == "stateful":
         return Stateful(rank, readers)
+    if kind.startswith("torchdata"):
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        workers = 2 if "workers" in kind else 0
+        return StatefulDataLoader(Numbers(), size, shuffle="shuffled" in kind, num_workers=workers)
     if kind in ("stream", "sized"):
         return DataLoader(Stream() if kind == "stream" else Sized(), batch_size=size)
     if kind == "passes":

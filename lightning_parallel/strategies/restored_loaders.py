@@ -1,0 +1,88 @@
+"""Training loaders with states of their own, such as torchdata's `StatefulDataLoader`, where a fit is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_parallel import _lightning
+from lightning_parallel.ranks.random_streams import unchanged_generators
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def state_entry(loader: Any) -> dict[str, Any]:
+    """The entry of a loader in a checkpoint, without its state: the seed of the sampler that the package has made."""
+    sampler = _seeded(loader)
+    return {"kind": "state"} if sampler is None else {"kind": "state", "seed": int(sampler.seed)}
+
+
+def states_of_rank(position: Mapping[str, Any], data_ranks: tuple[int, int]) -> list[Any] | None:
+    """The states of this rank, in the order of the loaders that have some; ``None`` where none has.
+
+    Args:
+        position: As `saved_position` has made it.
+        data_ranks: Number of ranks that read different samples now, and which this one is. There are no states for
+            another number than that of the run that was saved.
+    """
+    stateful = [entry for entry in position["loaders"] if entry["kind"] == "state"]
+    count, rank = data_ranks
+    if not stateful:
+        return None
+    return [each["states"][rank] for each in stateful] if all(len(e["states"]) == count for e in stateful) else []
+
+
+def keep_order(loader: Any, position: Mapping[str, Any]) -> None:
+    """Let the sampler that the package has made draw the epoch that was saved, as it was drawn.
+
+    A loader with a state counts what it has read of an order; another order would be read from there on. Workers begin
+    to read before Lightning tells samplers the epoch.
+
+    Args:
+        loader: The loader, before it is given its state.
+        position: As `saved_position` has made it. All its seeds are that of the run.
+    """
+    entries = position["loaders"]
+    seed = next((entry["seed"] for entry in entries if entry["kind"] == "state" and "seed" in entry), None)
+    if seed is not None and (sampler := _seeded(loader)) is not None:
+        sampler.seed = seed
+        sampler.set_epoch(position["epoch"])
+
+
+def _seeded(loader: Any) -> Any:
+    """The sampler that has a seed, which may be inside of one of batches; ``None`` without."""
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    known = (each for each in samplers if isinstance(getattr(each, "seed", None), int))
+    return next((each for each in known if hasattr(each, "set_epoch")), None)
+
+
+def begin_epoch(trainer: Trainer, states: Sequence[Any]) -> None:
+    """Begin an epoch behind the one at whose end loaders were saved.
+
+    A loader that had given its last batch, but had not been asked for another one, takes the state for one of a pass
+    that goes on: it would give nothing in the whole epoch. What it has left is read, which is nothing, or put back.
+
+    Args:
+        trainer: The trainer, whose loaders have their states, and iterators.
+        states: Those of this rank, in the order of the loaders that have some.
+    """
+    training = _lightning.epochs.training_pass(trainer)
+    if training is None or not training.iterators:
+        return
+    pairs = zip(training.loaders, training.iterators, strict=False)
+    restored = [pair for pair in pairs if isinstance(pair[0], _lightning.epochs.Stateful)]
+    epoch, _ = _lightning.epochs.place_of_epoch(trainer)
+    with unchanged_generators(torch.device("cpu")):
+        for (loader, iterator), state in zip(restored, states, strict=False):
+            if next(iterator, _NOTHING) is not _NOTHING:
+                loader.load_state_dict(state)
+            if (sampler := _seeded(loader)) is not None:
+                sampler.set_epoch(epoch)
+        _lightning.epochs.begin_pass(trainer)
+
+
+_NOTHING = object()
