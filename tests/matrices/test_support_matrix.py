@@ -95,5 +95,4 @@ def test_the_matrix_lists_what_is_tested() -> None:
     cutting = ("cp_custom", "tp_custom", "fsdp_tp_custom", "pp_custom")
     refused = {(case, name) for case in without_stack for name in cutting}
     refused |= {(case, name) for case in REFUSED_CASES for name in PRESETS}
-    refused |= {("hybrid", "cp_custom"), ("list_of_lists", "cp_custom")}
     assert {key for key, cell in CELLS.items() if cell != "runs"} == refused
