@@ -35,13 +35,13 @@ def _first_step(check: str, strategy: planned_strategy.PlannedStrategy, _: str) 
 
 
 @contextmanager
-def said() -> Iterator[list[str]]:
-    """What is said of the first step."""
+def said(*begins: str) -> Iterator[list[str]]:
+    """The lines that are said and begin so; those of the first step without any."""
     lines: list[str] = []
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage().startswith(SAYS):
+            if record.getMessage().startswith(begins or SAYS):
                 lines.append(record.getMessage())
 
     logger, handler = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Handler()

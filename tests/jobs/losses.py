@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+
+from tests.jobs.first_steps import said
 
 SAYS = (
     "the loss is a sum",
@@ -16,22 +16,6 @@ SAYS = (
 )
 
 
-@contextmanager
-def lines() -> Iterator[list[str]]:
+def lines() -> AbstractContextManager[list[str]]:
     """What is said of losses."""
-    found: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage().startswith(SAYS):
-                found.append(record.getMessage())
-
-    logger, handler = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Handler()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    return said(*SAYS)
