@@ -78,7 +78,9 @@ def begin_epoch(trainer: Trainer, states: Sequence[Any]) -> None:
     epoch, _ = _lightning.epochs.place_of_epoch(trainer)
     with unchanged_generators(torch.device("cpu")):
         for (loader, iterator), state in zip(restored, states, strict=False):
-            if next(iterator, _NOTHING) is not _NOTHING:
+            is_over = next(iterator, _NOTHING) is _NOTHING
+            # Of torchdata's, a state is that of one pass, of which an epoch may have read a part: the next one is new.
+            if not is_over and not any(cls.__module__.startswith("torchdata.") for cls in type(loader).__mro__):
                 loader.load_state_dict(state)
             if (sampler := _seeded(loader)) is not None:
                 sampler.set_epoch(epoch)

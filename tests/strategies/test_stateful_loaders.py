@@ -43,3 +43,11 @@ def test_workers(tmp_path: Path, kind: str, name: str, save: int) -> None:
     assert resumed["told"] == []
     assert resumed["seen"] == whole["seen"][save:]
     assert len(resumed["seen"]) == 2 * STEPS - save
+
+
+@pytest.mark.parametrize("kind", ["torchdata", "torchdata shuffled"])
+def test_behind_a_limited_epoch_the_next_one_begins(ranks: Any, tmp_path: Path, kind: str) -> None:
+    path = str(tmp_path / "a.ckpt")
+    whole = ranks(2).run(fit, "ddp_custom", 2, path, kind=kind, save=4, limit_train_batches=4)
+    resumed = ranks(2).run(fit, "ddp_custom", 2, path, kind=kind, from_path=path, limit_train_batches=4)
+    assert [rank["seen"] for rank in resumed] == [rank["seen"][4:] for rank in whole]
