@@ -50,8 +50,8 @@ class PretrainedWeights(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        is_left, self._is_done = self._is_done or trainer.ckpt_path is not None, True
-        if is_left:
+        if self._is_done or trainer.ckpt_path is not None:
+            self._is_done = True
             return
         weights, found, problem = self._look(pl_module)
         # All ranks alike: others would wait for one that cannot read its files, or has other ones.
@@ -63,6 +63,7 @@ class PretrainedWeights(Callback):
         assert weights is not None
         assert found.names is not None
         read_weights(pl_module, weights, found.names)
+        self._is_done = True
         rank_zero_info(f"PretrainedWeights: {len(found.names)} tensors from {self.path}{_without(found)}")
 
     def _look(self, module: LightningModule) -> tuple[Weights | None, WeightsOfModule, str]:

@@ -184,8 +184,8 @@ class DataPosition:
         epoch, _ = _lightning.epochs.place_of_epoch(trainer)
         is_same = trainer.fit_loop.restarting and epoch == loaded["epoch"]
         self._goes_on = loaded["is_in_epoch"] and is_same
-        if not self._goes_on and (states := states_of_rank(loaded, self._ranks.data_ranks)):
-            begin_epoch(trainer, states)
+        if not self._goes_on and states_of_rank(loaded, self._ranks.data_ranks):
+            begin_epoch(trainer)
         begins_again = bool(self._goes_on) and _lightning.epochs.load_waiting_states(trainer)
         if self._goes_on:
             self._resolved()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.data import has_iterable_dataset
+from torch.utils.data import DataLoader
 
 from lightning_parallel import _lightning
 from lightning_parallel.ranks.random_streams import unchanged_generators
@@ -60,31 +62,30 @@ def _seeded(loader: Any) -> Any:
     return next((each for each in known if hasattr(each, "set_epoch")), None)
 
 
-def begin_epoch(trainer: Trainer, states: Sequence[Any]) -> None:
-    """Begin an epoch behind the one at whose end loaders were saved.
+def begin_epoch(trainer: Trainer) -> None:
+    """Begin an epoch behind the one at whose end torchdata's loaders were saved.
 
-    A loader that had given its last batch, but had not been asked for another one, takes the state for one of a pass
-    that goes on: it would give nothing in the whole epoch. What it has left is read, which is nothing, or put back.
+    One that had given its last batch, but had not been asked for another one, takes the state for one of a pass that
+    goes on, and would give nothing in the whole epoch; so would one of which a limited epoch has read a part go on with
+    the rest. Begun again, it gives a new pass. A data set without indices may keep its position by itself, and other
+    loaders may count passes: both are left as they are.
 
     Args:
         trainer: The trainer, whose loaders have their states, and iterators.
-        states: Those of this rank, in the order of the loaders that have some.
     """
     training = _lightning.epochs.training_pass(trainer)
-    if training is None or not training.iterators:
+    restored = [] if training is None else [e for e in training.loaders if isinstance(e, _lightning.epochs.Stateful)]
+    if not restored or not all(map(_begins_passes, restored)):
         return
-    pairs = zip(training.loaders, training.iterators, strict=False)
-    restored = [pair for pair in pairs if isinstance(pair[0], _lightning.epochs.Stateful)]
     epoch, _ = _lightning.epochs.place_of_epoch(trainer)
+    for loader in restored:
+        if (sampler := _seeded(loader)) is not None:
+            sampler.set_epoch(epoch)
     with unchanged_generators(torch.device("cpu")):
-        for (loader, iterator), state in zip(restored, states, strict=False):
-            is_over = next(iterator, _NOTHING) is _NOTHING
-            # Of torchdata's, a state is that of one pass, of which an epoch may have read a part: the next one is new.
-            if not is_over and not any(cls.__module__.startswith("torchdata.") for cls in type(loader).__mro__):
-                loader.load_state_dict(state)
-            if (sampler := _seeded(loader)) is not None:
-                sampler.set_epoch(epoch)
         _lightning.epochs.begin_pass(trainer)
 
 
-_NOTHING = object()
+def _begins_passes(loader: Any) -> bool:
+    """Whether it is torchdata's, over a data set with indices: it has no place but that of its iterator."""
+    is_theirs = any(cls.__module__.startswith("torchdata.") for cls in type(loader).__mro__)
+    return is_theirs and isinstance(loader, DataLoader) and not has_iterable_dataset(loader)
