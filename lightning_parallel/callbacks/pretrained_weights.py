@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ class PretrainedWeights(Callback):
     checkpoints, so that no rank ever holds the whole model. Other files are mapped into memory, and read tensor by
     tensor. A module that is built in ``configure_model``, from a config and not by ``from_pretrained``, needs no more
     memory than its shards. Values are converted to the dtypes of the module. A fit that resumes from a checkpoint reads
-    nothing here, and neither does a second fit.
+    nothing here, and neither does another fit of the same module; a line says so.
 
     Args:
         path: A ``.safetensors`` file; a folder with ``model.safetensors``, or with its shards and their index, as
@@ -46,24 +47,23 @@ class PretrainedWeights(Callback):
 
     def __init__(self, path: str | Path, prefix: str | None = None, strict: bool = True) -> None:
         self.path, self.prefix, self.strict = Path(path).expanduser().absolute(), prefix, strict
-        self._is_done = False
+        self._module: weakref.ref[LightningModule] | None = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_done or trainer.ckpt_path is not None:
-            self._is_done = True
+        is_known, self._module = self._module is not None and self._module() is pl_module, None
+        if is_known or trainer.ckpt_path is not None:
+            self._module = weakref.ref(pl_module)
+            reason = "which has trained on them already" if is_known else f"which resumes from {trainer.ckpt_path}"
+            rank_zero_info(f"PretrainedWeights: nothing is read into a module {reason}")
             return
         weights, found, problem = self._look(pl_module)
         # All ranks alike: others would wait for one that cannot read its files, or has other ones.
-        problems, violations = zip(*of_all_ranks((problem, found.violations)), strict=True)
-        for rank, each in enumerate(problems):
-            if each:
-                raise CheckpointError(f"PretrainedWeights: {each}" + (f" (rank {rank})" if rank else ""))
-        check([f"PretrainedWeights: {self.path}: {each}" for each in next(filter(None, violations), ())])
+        _raise_everywhere(problem)
+        check([f"PretrainedWeights: {self.path}: {e}" for e in next(filter(None, of_all_ranks(found.violations)), ())])
         assert weights is not None
-        assert found.names is not None
-        read_weights(pl_module, weights, found.names)
-        self._is_done = True
+        _raise_everywhere(self._read(pl_module, weights, found))
+        self._module = weakref.ref(pl_module)
         rank_zero_info(f"PretrainedWeights: {len(found.names)} tensors from {self.path}{_without(found)}")
 
     def _look(self, module: LightningModule) -> tuple[Weights | None, WeightsOfModule, str]:
@@ -72,12 +72,25 @@ class PretrainedWeights(Callback):
         except CheckpointError as error:
             return None, WeightsOfModule(), str(error)
         except Exception as error:  # of the library that reads the format: any, of a damaged file
-            return (
-                None,
-                WeightsOfModule(),
-                f"{self.path} cannot be read ({type(error).__name__}: {error}); give another one",
-            )
+            return None, WeightsOfModule(), self._unreadable(error)
         return weights, matched(module, weights.described, self.prefix, strict=self.strict), ""
+
+    def _read(self, module: LightningModule, weights: Weights, found: WeightsOfModule) -> str:
+        try:
+            read_weights(module, weights, found.names)
+        except Exception as error:  # of a file that ends early, or a full memory, on one rank
+            return self._unreadable(error)
+        return ""
+
+    def _unreadable(self, error: Exception) -> str:
+        return f"{self.path} cannot be read ({type(error).__name__}: {error}); give another one"
+
+
+def _raise_everywhere(problem: str) -> None:
+    """Raise the problem of the first rank that has one. A collective."""
+    for rank, each in enumerate(of_all_ranks(problem)):
+        if each:
+            raise CheckpointError(f"PretrainedWeights: {each}" + (f" (rank {rank})" if rank else ""))
 
 
 def _without(found: WeightsOfModule) -> str:

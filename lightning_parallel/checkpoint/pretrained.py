@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -130,7 +131,7 @@ class WeightsOfModule:
     """
 
     prefix: str = ""
-    names: Mapping[str, str] | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     violations: tuple[str, ...] = ()
@@ -195,11 +196,12 @@ def read_weights(module: nn.Module, weights: Weights, names: Mapping[str, str]) 
 
 def _prefixes(targets: Iterable[str], described: Iterable[str]) -> list[str]:
     """The prefixes with which most names in the files are names of the module: one, unless it has such parts twice."""
-    known, names = set(targets), list(described)
-    candidates = {"", *(name[: end + 1] for name in known for end, letter in enumerate(name) if letter == ".")}
-    counts = {each: sum(each + name in known for name in names) for each in candidates}
+    names, counts = set(described), Counter[str]()
+    for name in targets:
+        ends = [0, *(end + 1 for end, letter in enumerate(name) if letter == ".")]
+        counts.update(name[:end] for end in ends if name[end:] in names)
     most = max(counts.values(), default=0)
-    return sorted(each for each, count in counts.items() if count == most) if most else []
+    return sorted(each for each, count in counts.items() if count == most)
 
 
 def _shown(prefixes: Iterable[str]) -> str:

@@ -139,6 +139,12 @@ class PlainCopy:
             tensor.grad = None
             tensor.data = tensor.data.new_empty(0)
 
+    def held_bytes(self) -> int:
+        """Bytes of the tensors that the copy has in attributes, and in containers there."""
+        values = (vars(child).values() for child in self._copy.modules())
+        tensors = {id(t): t for each in values for value in each for t in _leaves(value) if isinstance(t, Tensor)}
+        return sum(t.numel() * t.element_size() for t in tensors.values())
+
     def _follow_attributes(self, module: nn.Module, *, numbers_only: bool) -> None:
         twins: dict[int, Any] = {}
         for path, child in module.named_modules():

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_parallel import _lightning
 from lightning_parallel.strategies.positioned_batches import PositionedBatches, Start, batches_of, is_positionable
 from lightning_parallel.strategies.read_order import NoOrderError
-from lightning_parallel.strategies.restored_loaders import begin_epoch, keep_order, states_of_rank
+from lightning_parallel.strategies.restored_loaders import begin_epoch, deal_states, state_problem, states_of_rank
 from lightning_parallel.strategies.saved_position import num_in_flight, saved_position
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ class DataPosition:
         """
         self._trainer = trainer
         is_training = trainer.state.stage == RunningStage.TRAINING
-        if is_training and is_dealt and self._loaded is not None and isinstance(loader, _lightning.epochs.Stateful):
-            keep_order(loader, self._loaded)
+        if is_training and is_dealt and isinstance(loader, _lightning.epochs.Stateful):
+            deal_states(loader, self._loaded)
         if not is_training or not is_positionable(loader) or isinstance(loader, _lightning.epochs.Stateful):
             return loader
         found = PositionedBatches.given_to(loader, self._start)
@@ -158,10 +158,7 @@ class DataPosition:
         self._left.append(None)
         batches = batches_of(loader)
         if entry["kind"] == "state":
-            count, now = len(entry["states"]), self._ranks.data_ranks[0]
-            if count != now:
-                return f"whose states are those of {count} data ranks, where {now} read now"
-            return "" if isinstance(loader, _lightning.epochs.Stateful) else "which has no load_state_dict any more"
+            return state_problem(loader, entry, self._ranks.data_ranks[0])
         if entry["kind"] != "order":
             return str(entry["reason"])
         if batches is None:

@@ -15,7 +15,10 @@ from lightning_parallel.module.differences import Tolerance
 from lightning_parallel.strategies.compared_copy import ComparedCopy, data_group
 from lightning_parallel.strategies.compared_strategy import ComparedStrategy, has_room
 from lightning_parallel.strategies.compared_window import ComparedWindow
-from lightning_parallel.strategies.loss_over_ranks import looks_at_losses, other_loss, tell_other_layers
+from lightning_parallel.strategies.loss_over_ranks import LossTrial, looks_at_losses, other_loss, tell_other_layers
+
+_MOST_HELD = 1 << 26
+"""Bytes of tensors in attributes up to which a copy is kept through the fit: it would hold them beside the module's."""
 
 
 class LaterLosses:
@@ -31,6 +34,8 @@ class LaterLosses:
         self._copy: ComparedCopy | None = None
         self._tolerance = Tolerance(0.0)
         self._before, self._last = 0, 1
+        self._same = 0
+        """The last step, counted in this fit, in which the two were the same; 0 where nobody could say."""
 
     def begin(self, copy: ComparedCopy | None, window: ComparedWindow) -> None:
         """Look at the first step, and keep the copy for later ones. A collective.
@@ -45,13 +50,17 @@ class LaterLosses:
         tell_other_layers(module, group.size())
         if not looks_at_losses(module):
             return
-        words = other_loss(window.plain, group, window.expected.loss, window.tolerance, has_gradients=True)
+        trial = LossTrial(window.plain, window.expected.loss)
+        words = other_loss(trial, group.size(), window.tolerance, has_gradients=True)
         if words:
             rank_zero_info(words)
         elif copy is not None and copy.short is None:
+            window.plain.before.restore()  # what the step has left in attributes, such as activations
             copy.plain.empty()
-            self._copy, self._tolerance = copy, window.tolerance
-            self._before, self._last = module.trainer.global_step, 1
+            held = copy.plain.held_bytes()
+            if self._goes_on("" if held <= _MOST_HELD else f"its attributes hold {held >> 20} MiB"):
+                self._copy, self._tolerance = copy, window.tolerance
+                self._before, self._last, self._same = module.trainer.global_step, 1, int(words == "")
 
     def end(self) -> None:
         """Look at no further steps, and free the copy."""
@@ -70,27 +79,36 @@ class LaterLosses:
         words = self._words(copy, args, kwargs)
         copy.plain.empty()
         if words:
-            rank_zero_info(f"in step {number}, {words}. In step {self._last}, the two were the same")
+            before = f". In step {self._before + self._same}, the two were the same" if self._same else ""
+            rank_zero_info(f"in step {self._before + number}, {words}{before}")
             self.end()
-        self._last = number
+        self._last, self._same = number, number if words == "" else self._same
 
-    def _words(self, copy: ComparedCopy, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        """The loss of a step beside the mean over ranks, in words; empty if they are the same, or nobody can say."""
+    def _words(self, copy: ComparedCopy, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+        """The loss of a step beside the mean over ranks, in words; empty if they are the same.
+
+        Nothing that fails here ends the fit, which goes on without looking.
+        """
         group, reason = data_group(self._strategy), ""
         assert group is not None
         if self._may_leave_out and not has_room(self._strategy):
             reason = "a copy of the module does not fit beside it any more"
-        if not self._goes_on(reason or copy.follow(args, kwargs, numbers_only=True)):
-            return ""
-        plain = None
+        try:
+            reason = reason or copy.follow(args, kwargs, numbers_only=True)
+        except Exception as error:  # of what a step has left in the place of a buffer
+            reason = f"{type(error).__name__}: {error}"
+        if not self._goes_on(reason):
+            return None
+        trial = None
         try:
             plain = copy.steps()
             plain.given = deepcopy((args, kwargs))
+            trial = LossTrial(plain, None)
         except Exception as error:  # of a full memory, or of an object of the user's that has no copy
             reason = f"{type(error).__name__}: {error}"
-        if not self._goes_on(reason) or plain is None:
-            return ""
-        return other_loss(plain, group, None, self._tolerance, has_gradients=False)
+        if not self._goes_on(reason) or trial is None:
+            return None
+        return other_loss(trial, group.size(), self._tolerance, has_gradients=False)
 
     def _goes_on(self, reason: str) -> bool:
         """Whether no rank has a `reason` not to look; else none looks from here on. A collective."""

@@ -52,28 +52,26 @@ def looks_at_losses(module: LightningModule) -> bool:
     return module.automatic_optimization and not is_weighed
 
 
-def other_loss(
-    plain: PlainSteps, group: dist.ProcessGroup, loss: Tensor | None, tolerance: Tolerance, *, has_gradients: bool
-) -> str:
+def other_loss(trial: LossTrial, num_ranks: int, tolerance: Tolerance, *, has_gradients: bool) -> str | None:
     """The loss of one process with all samples beside the mean over ranks, in words. A collective.
 
     Args:
-        plain: The steps of a copy.
-        group: The ranks that read different samples.
-        loss: The loss of the last of these steps; ``None`` where none has run.
+        trial: Runs of the step on the samples of this rank.
+        num_ranks: The ranks that read different samples.
         tolerance: The differences that rounding explains.
         has_gradients: Whether gradients are looked at, too, where losses are the same.
 
     Returns:
-        The words of the first rank that has some; empty if the two are the same, or if nobody can say.
+        The words of the first rank that has some; empty if the two are the same, and ``None`` if nobody can say.
     """
-    trial = _Trial(plain, loss)
-    words = _words_of(trial, group.size(), tolerance, has_gradients=has_gradients)
+    words = _words_of(trial, num_ranks, tolerance, has_gradients=has_gradients)
     trial.undo()
-    return next(filter(None, of_all_ranks(words)), "")
+    found = of_all_ranks((words, trial.is_in_vain))
+    told = next((each for each, _ in found if each), "")
+    return None if not told and any(is_in_vain for _, is_in_vain in found) else told
 
 
-def _words_of(trial: _Trial, num_ranks: int, tolerance: Tolerance, *, has_gradients: bool) -> str:
+def _words_of(trial: LossTrial, num_ranks: int, tolerance: Tolerance, *, has_gradients: bool) -> str:
     near = tolerance.value
     first = trial.losses_of(trial.parts[:1])
     if any(of_all_ranks(trial.is_in_vain)):  # all ranks alike, as a step may meet others before that is seen
@@ -100,7 +98,7 @@ def _takes_statistics(layer: nn.Module) -> bool:
     return is_norm and (layer.training or layer.running_mean is None)
 
 
-class _Trial:
+class LossTrial:
     """Runs of one step, each from where the first one begins, without dropout and without statistics of batches.
 
     Args:

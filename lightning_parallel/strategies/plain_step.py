@@ -155,7 +155,7 @@ class PlainSteps:
         """
         self.in_hooks = StepValues()
         follow_metrics(self.module, self.originals)  # which hooks have reset since, or given something
-        self._before, self.given = KeptState(self.module), copy.deepcopy((args, kwargs))
+        self.before, self.given = KeptState(self.module), copy.deepcopy((args, kwargs))
         with self.alone(), self._apart():
             if self._optimizers is not None:
                 values, gradients = self._run_to_update(self._optimizers, args, kwargs)
@@ -209,7 +209,7 @@ class PlainSteps:
             watching: A context in which it runs.
         """
         now, gradients = RandomState.take(self.device), [(p, p.grad) for p in self.module.parameters()]
-        self._before.restore()
+        self.before.restore()
         state.restore(self.device)
         if self._optimizers is not None:
             self._optimizers.begin()

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
+_SEED = "_lightning_parallel_seed"
+"""Mark of a sampler whose order the package has chosen. That of the user's own is the user's."""
+
+
 def state_entry(loader: Any) -> dict[str, Any]:
     """The entry of a loader in a checkpoint, without its state: the seed of the sampler that the package has made."""
-    sampler = _seeded(loader)
-    return {"kind": "state"} if sampler is None else {"kind": "state", "seed": int(sampler.seed)}
+    sampler = _sampler_of(loader)
+    return {"kind": "state", "seed": int(sampler.seed)} if hasattr(sampler, _SEED) else {"kind": "state"}
 
 
 def states_of_rank(position: Mapping[str, Any], data_ranks: tuple[int, int]) -> list[Any] | None:
@@ -37,7 +41,7 @@ def states_of_rank(position: Mapping[str, Any], data_ranks: tuple[int, int]) -> 
     return [each["states"][rank] for each in stateful] if all(len(e["states"]) == count for e in stateful) else []
 
 
-def keep_order(loader: Any, position: Mapping[str, Any]) -> None:
+def deal_states(loader: Any, position: Mapping[str, Any] | None) -> None:
     """Let the sampler that the package has made draw the epoch that was saved, as it was drawn.
 
     A loader with a state counts what it has read of an order; another order would be read from there on. Workers begin
@@ -45,17 +49,37 @@ def keep_order(loader: Any, position: Mapping[str, Any]) -> None:
 
     Args:
         loader: The loader, before it is given its state.
-        position: As `saved_position` has made it. All its seeds are that of the run.
+        position: As `saved_position` has made it, whose seeds are that of the run; ``None`` without a checkpoint.
     """
-    entries = position["loaders"]
-    seed = next((entry["seed"] for entry in entries if entry["kind"] == "state" and "seed" in entry), None)
-    if seed is not None and (sampler := _seeded(loader)) is not None:
-        sampler.seed = seed
-        sampler.set_epoch(position["epoch"])
+    if (sampler := _sampler_of(loader)) is None:
+        return
+    setattr(sampler, _SEED, True)
+    if position is None:
+        return
+    sampler.set_epoch(position["epoch"])
+    if seeds := [entry["seed"] for entry in position["loaders"] if entry["kind"] == "state" and "seed" in entry]:
+        sampler.seed = seeds[0]
 
 
-def _seeded(loader: Any) -> Any:
-    """The sampler that has a seed, which may be inside of one of batches; ``None`` without."""
+def state_problem(loader: Any, entry: Mapping[str, Any], num_ranks: int) -> str:
+    """The reason why a loader does not go on from its state, in words; empty if it does.
+
+    Args:
+        loader: The loader.
+        entry: As `saved_position` has made it.
+        num_ranks: Ranks that read different samples now.
+    """
+    if (count := len(entry["states"])) != num_ranks:
+        return f"whose states are those of {count} data ranks, where {num_ranks} read now"
+    if not isinstance(loader, _lightning.epochs.Stateful):
+        return "which has no load_state_dict any more"
+    if "seed" not in entry and hasattr(sampler := _sampler_of(loader), _SEED) and getattr(sampler, "shuffle", False):
+        return "whose checkpoint does not say in which order its samples were dealt out"
+    return ""
+
+
+def _sampler_of(loader: Any) -> Any:
+    """The sampler that draws an order by a seed, which may be inside of one of batches; ``None`` without."""
     batches = getattr(loader, "batch_sampler", None)
     samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     known = (each for each in samplers if isinstance(getattr(each, "seed", None), int))
@@ -79,7 +103,7 @@ def begin_epoch(trainer: Trainer) -> None:
         return
     epoch, _ = _lightning.epochs.place_of_epoch(trainer)
     for loader in restored:
-        if (sampler := _seeded(loader)) is not None:
+        if (sampler := _sampler_of(loader)) is not None:
             sampler.set_epoch(epoch)
     with unchanged_generators(torch.device("cpu")):
         _lightning.epochs.begin_pass(trainer)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import CheckpointError, ConfigurationError, build_strategy, full_state_dict
 from lightning_parallel.callbacks import PretrainedWeights
+from lightning_parallel.checkpoint.pretrained import _prefixes
 from lightning_parallel.presets import PRESETS
 from tests.data import batches
 from tests.models.cases import VOCABULARY, ByteGPT, Case, next_token_loss
@@ -327,16 +328,59 @@ def test_damaged_files(ranks: Any, tmp_path: Path) -> None:
 # Later fits ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_fit_and_a_resumed_one_read_nothing(file: str, tmp_path: Path) -> None:
+def test_a_second_fit_and_a_resumed_one_read_nothing(
+    file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     module, loader = ByteGPT(), batches("byte_gpt", 1, 2)
-    trainer = make_trainer("auto", 1, callbacks=[callback := PretrainedWeights(file)], max_steps=1)
+    trainer = make_trainer("auto", 1, callbacks=[PretrainedWeights(file)], max_steps=1)
     trainer.fit(module, loader)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     after = {name: each.clone() for name, each in module.state_dict().items()}
     trainer.fit_loop.epoch_loop.max_steps = 1
-    trainer.fit(module, loader)
-    assert callback._is_done
+    with caplog.at_level("INFO"):
+        trainer.fit(module, loader)
+    assert "nothing is read into a module which has trained on them already" in caplog.text
     assert difference(dict(module.state_dict()), after) == 0.0
     again = make_trainer("auto", 1, callbacks=[PretrainedWeights(file)], max_steps=1)
     again.fit(other := ByteGPT(), loader, ckpt_path=tmp_path / "a.ckpt")
     assert difference(dict(other.state_dict()), after) == 0.0
+
+
+def test_one_callback_for_several_modules_and_behind_an_error(file: str, tmp_path: Path) -> None:
+    """In a search over modules, and in a notebook where the path was mended."""
+    callback, loader = PretrainedWeights(tmp_path / "gone.safetensors"), batches("byte_gpt", 1, 1)
+    module = ByteGPT()
+    with pytest.raises(CheckpointError, match="there is no file"):
+        make_trainer("auto", 1, callbacks=[callback], max_steps=0).fit(module, loader)
+    callback.path = Path(file)
+    for each in (module, ByteGPT(), ByteGPT()):
+        make_trainer("auto", 1, callbacks=[callback], max_steps=0).fit(each, loader)
+        assert difference(dict(each.state_dict()), weights()) == 0.0
+
+
+def fails_on_one(path: str) -> str:
+    import torch.distributed as dist
+
+    from lightning_parallel.callbacks import pretrained_weights
+
+    def read(*args: Any) -> None:
+        if dist.get_rank() == 1:
+            raise OSError("the disk is gone")
+
+    with mock.patch.object(pretrained_weights, "read_weights", read), pytest.raises(CheckpointError) as caught:
+        trained(path, "fsdp_custom", 1)
+    return str(caught.value)
+
+
+def test_a_rank_that_fails_in_reading_ends_all(ranks: Any, file: str) -> None:
+    said = ranks(2).run(fails_on_one, file)
+    assert len(set(said)) == 1
+    assert "cannot be read (OSError: the disk is gone)" in said[0]
+
+
+def test_a_prefix_is_found_among_many_names() -> None:
+    """As many as a model of experts has: one pass over these, and not one for each prefix."""
+    described = [f"model.layers.{i}.mlp.experts.{j}.up.weight" for i in range(48) for j in range(128)]
+    assert _prefixes([f"net.{name}" for name in described], described) == ["net."]
+    assert _prefixes([f"{twin}.{name}" for twin in "ab" for name in described], described) == ["a.", "b."]
+    assert _prefixes(["a.b"], ["c"]) == []

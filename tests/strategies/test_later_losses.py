@@ -7,13 +7,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from lightning_parallel.module.plain_copy import PlainCopy
 from lightning_parallel.strategies import compared_strategy
 from tests.data import batches
 from tests.jobs.losses import lines
-from tests.models.cases import ByteGPT
+from tests.models.cases import ByteGPT, next_token_loss
 from tests.models.faults import ComparesSamples, SumOfSamples, WithDropout
 from tests.names import num_ranks, num_readers
 from tests.parity import Outcome, checked, difference, train_module
@@ -63,6 +64,49 @@ class KeepsOutputs(FromStep):
     def loss(self, tokens: Tensor) -> Tensor:
         self.outputs.append(super().loss(tokens))
         return self.outputs[-1]
+
+
+class KeepsActivations(ByteGPT):
+    """A module that leaves what it has computed in an attribute."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        self.features = self.model(tokens)
+        return next_token_loss(self.features, tokens)
+
+
+class KeepsALot(FromStep):
+    """A module with a table that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(1 << 25)
+
+
+class NotYetSeen(FromStep):
+    """A module of whose first step nobody can say what its loss is: it draws it."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        found = ByteGPT.loss(self, tokens)
+        is_late = self.trainer.global_step >= self.begin
+        return found + self.late.loss(self, tokens) if is_late else found * torch.rand(())
+
+
+class FollowsItsLoss(FromStep):
+    """A module whose step writes a buffer that has a graph, and a hook that makes it plain again."""
+
+    running: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.zeros(()))
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        loss = super().loss(tokens)
+        self.running = 0.9 * self.running + loss
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.running = self.running.detach()
 
 
 class Grows(FromStep):
@@ -152,7 +196,7 @@ def test_looks_leave_nothing_behind(ranks: Any, make: Any, name: str) -> None:
     assert others_looked.losses == others_left.losses
 
 
-def held(name: str) -> list[int]:
+def held(make: Callable[[], ByteGPT], name: str) -> list[int]:
     """The elements that a copy holds behind each time that it is emptied."""
     found: list[int] = []
     empty = PlainCopy.empty
@@ -161,16 +205,33 @@ def held(name: str) -> list[int]:
         before = sum(each.numel() for each in self.module.parameters())
         empty(self)
         left = [*self.module.parameters(), *self.module.buffers()]
-        found.extend([before, sum(each.numel() + (each.grad is not None) for each in left)])
+        found.extend([before, sum(each.numel() + (each.grad is not None) for each in left) + self.held_bytes()])
 
     with mock.patch.object(PlainCopy, "empty", noted):
-        told(ByteGPT, name, 5)
+        told(make, name, 5)
     return found
 
 
-def test_between_looks_a_copy_holds_no_memory(ranks: Any) -> None:
+@pytest.mark.parametrize("make", [ByteGPT, KeepsActivations])
+def test_between_looks_a_copy_holds_no_memory(ranks: Any, make: Any) -> None:
     size = sum(each.numel() for each in ByteGPT().parameters())
-    assert ranks(2).run(held, "fsdp_custom")[0] == [size, 0, size, 0]
+    assert ranks(2).run(held, make, "fsdp_custom")[0] == [size, 0, size, 0]
+
+
+def test_a_copy_that_holds_a_lot_is_not_kept(ranks: Any) -> None:
+    (first,) = ranks(2).run(told, KeepsALot, "ddp_custom")[0]
+    assert first == "losses of later steps are not looked at: its attributes hold 128 MiB"
+
+
+def test_what_nobody_could_say_is_not_said_to_have_been_the_same(ranks: Any) -> None:
+    (first,) = ranks(2).run(told, NotYetSeen, "ddp_custom")[0]
+    assert first.startswith("in step 4, the loss of a batch (")
+    assert "the two were the same" not in first
+
+
+def test_what_cannot_be_followed_ends_no_fit(ranks: Any) -> None:
+    (first,) = ranks(2).run(told, FollowsItsLoss, "ddp_custom")[0]
+    assert first.startswith(("in step 4, ", "losses of later steps are not looked at: "))
 
 
 def told_with_room(bytes_of_parameters: float) -> list[str]:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DistributedSampler
 
-from tests.jobs.positions import GLOBAL_BATCH, NUM_SAMPLES, fit
+from lightning_parallel.strategies.restored_loaders import deal_states, state_entry, state_problem
+from tests.jobs.positions import GLOBAL_BATCH, NUM_SAMPLES, Numbers, fit
 from tests.names import num_readers
 
 pytest.importorskip("torchdata")
@@ -51,3 +53,27 @@ def test_behind_a_limited_epoch_the_next_one_begins(ranks: Any, tmp_path: Path, 
     whole = ranks(2).run(fit, "ddp_custom", 2, path, kind=kind, save=4, limit_train_batches=4)
     resumed = ranks(2).run(fit, "ddp_custom", 2, path, kind=kind, from_path=path, limit_train_batches=4)
     assert [rank["seen"] for rank in resumed] == [rank["seen"][4:] for rank in whole]
+
+
+def loader_with(sampler: Any) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(Numbers(), 2, sampler=sampler)
+
+
+def test_the_seed_of_a_users_sampler_is_the_users() -> None:
+    own, dealt = (loader_with(DistributedSampler(Numbers(), 2, 0, seed=seed)) for seed in (123, 3))
+    deal_states(dealt, None)
+    entries = [{**state_entry(each), "states": [{}, {}]} for each in (own, dealt)]
+    assert ["seed" in each for each in entries] == [False, True]
+    again = loader_with(DistributedSampler(Numbers(), 2, 0, seed=11))
+    deal_states(again, {"epoch": 1, "loaders": entries})
+    assert (again.sampler.seed, again.sampler.epoch) == (3, 1)
+
+
+def test_a_checkpoint_that_does_not_say_the_order_is_told_of() -> None:
+    dealt = loader_with(DistributedSampler(Numbers(), 2, 0))
+    deal_states(dealt, None)
+    assert "does not say in which order" in state_problem(dealt, {"kind": "state", "states": [{}, {}]}, 2)
+    assert state_problem(dealt, {"kind": "state", "states": [{}, {}], "seed": 0}, 2) == ""
+    assert "those of 2 data ranks, where 1 read now" in state_problem(dealt, {"states": [{}, {}], "seed": 0}, 1)

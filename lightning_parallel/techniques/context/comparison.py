@@ -9,6 +9,7 @@ from torch import nn
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.layer_check import Difference, Wording
 from lightning_parallel.module.layer_run import HIDDEN_STATES
+from lightning_parallel.techniques.context.attention import SplitAttention
 from lightning_parallel.techniques.context.sequences import Sequences
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -47,9 +48,11 @@ def wording_for(
         return [f"{_bypassed(path, layer, has_own=bool(kind()))}. On a part of a sequence it fails with: {error}"]
 
     def described(difference: Difference) -> str:
-        if has_attention() or kind():
+        # Where it is not the positions, such as a loss that is returned beside hidden states, the difference says more.
+        is_mixed = difference.part == "hidden states" and difference.kind in ("numbers", "shape")
+        if has_attention() or not is_mixed:
             return _described(name, difference, sequences.dim)
-        return _bypassed(path, layer, has_own=False)
+        return _bypassed(path, layer, has_own=bool(kind()))
 
     return Wording(
         name,
@@ -130,21 +133,29 @@ def _failed(path: str, layer: nn.Module, error: Exception) -> str:
     )
 
 
-def attention_violations(path: str, layer: nn.Module, kind: str, *, has_called: bool, counts_alike: bool) -> list[str]:
+def attention_violations(
+    path: str, layer: nn.Module, attention: SplitAttention, *, shares: bool, counted: int
+) -> list[str]:
     """Reasons why a layer cannot run on a part as it was seen to run on the whole; empty if it can.
 
-    One without attention is compared with itself as others are: what maps each position alone is right on a part.
+    One without torch's attention is compared with itself as others are: what maps each position alone is right on a
+    part, such as experts that a softmax chooses.
 
     Args:
         path: Where it is.
         layer: The layer.
-        kind: Of the attention that it computes on whole sequences: ``"torch"``, ``"own"`` or ``""``.
-        has_called: Whether ranks have shared some on the part.
-        counts_alike: Whether it has counted positions as often as when it was compared.
+        attention: That which it has called on the part.
+        shares: Whether it calls torch's attention, as it did on the whole.
+        counted: How often it counted positions when it was compared.
     """
-    if kind and not has_called:
+    if shares and not attention.calls:
         return [_bypassed(path, layer, has_own=True)]
-    if counts_alike:
+    if attention.calls and not shares:
+        return [
+            f"{_name(path, layer)} calls scaled_dot_product_attention, and did not when it was compared with itself on "
+            "a whole sequence; let it call it from the first step on, or give context=1"
+        ]
+    if attention.counted == counted:
         return []
     return [
         f"{_name(path, layer)} counts positions by torch.arange in some steps, and in others goes "

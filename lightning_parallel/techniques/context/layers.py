@@ -88,10 +88,11 @@ def _splitting(cls: type[Any], parts: Mapping[nn.Module, _Part]) -> type[nn.Modu
 
 @dataclass(frozen=True)
 class Verified:
-    """A rule that was seen to be right, and how often the layer counted positions meanwhile."""
+    """A rule that was seen to be right, how often the layer counted positions meanwhile, and if it shared attention."""
 
     rule: CutRule
     counted: int
+    shares: bool
 
 
 @dataclass
@@ -151,7 +152,7 @@ class _Part:
         attention = self._attention(layer, hidden, verified.rule)
         output = self._on_part(layer, forward, hidden, args, kwargs, attention)
         join_collected(collected, sequences, part=hidden, path=self.path)
-        _check_attention(attention, self, layer, verified.counted)
+        check(attention_violations(self.path, layer, attention, shares=verified.shares, counted=verified.counted))
         return self._joined(output) if self.is_last else output
 
     def _without_caches(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -295,7 +296,8 @@ class _Part:
         error = check.run_whole(lambda args, kwargs: forward(*args, **kwargs), inside=lambda: _watched(self))
         if check.whole is None:
             raise error or ConfigurationError([check.wording.elsewhere])
-        if not self.stack.attending[self.path]:
+        shares = self.stack.attending[self.path] == "torch"
+        if not shares:
             dims = dims[:1]  # any layer is right on a part of the samples, which nothing tells from a sequence here
         violations: dict[CutRule, list[str]] = {}
         of_gradients: list[str] = []
@@ -306,7 +308,7 @@ class _Part:
             run = functools.partial(self._run_split, layer, forward, rule, runs)
             found = check.run_split(run, times=2 if rule.counts or rule.pairs else 1)
             if not found:
-                return Verified(rule, runs[-1].counted)
+                return Verified(rule, runs[-1].counted, shares)
             violations.setdefault(rule, found)
             of_gradients = of_gradients or (found if check.has_equal_results else [])
         raise ConfigurationError(of_gradients or violations[USUAL])
@@ -327,7 +329,8 @@ class _Part:
         collected = collected_from_now()
         output = self._joined(self._on_part(layer, forward, part, args[1:], kwargs, attention))
         join_collected(collected, self.stack.sequences, part=part, path=self.path)
-        _check_attention(attention, self, layer, runs[0].counted)
+        shares = self.stack.attending[self.path] == "torch"
+        check(attention_violations(self.path, layer, attention, shares=shares, counted=runs[0].counted))
         return output
 
 
@@ -337,12 +340,6 @@ def _watched(part: _Part) -> Iterator[None]:
     with _torch.attention.slow_attention(), AttentionWatch() as watch:
         yield
     part.stack.attending[part.path] = watch.kind
-
-
-def _check_attention(attention: SplitAttention, part: _Part, layer: nn.Module, counted: Any) -> None:
-    """Refuse a layer whose attention has not been seen on its part, or was called otherwise than on the whole."""
-    kind, counts_alike = part.stack.attending[part.path], attention.counted == counted
-    check(attention_violations(part.path, layer, kind, has_called=bool(attention.calls), counts_alike=counts_alike))
 
 
 def _map_named(function: Callable[[str, Any], Any], name: str, value: Any) -> Any:
