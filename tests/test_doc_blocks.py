@@ -15,6 +15,7 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
+import transformers
 import yaml
 from torch import nn
 
@@ -119,6 +120,15 @@ def names_of_a_reader() -> dict[str, Any]:
     }
 
 
+@pytest.fixture
+def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory with the folder of weights that pages begin with, of a model that is small."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path / "Llama-3.2-1B")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("downloads")
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
 def test_python_runs(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(L, "Trainer", quiet_trainer)
