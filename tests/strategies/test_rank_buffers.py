@@ -52,9 +52,23 @@ class Normalized(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class Queue(ByteGPT):
+    """Writes a few rows of a large table of unit vectors in each step, as a memory bank keeps the latest features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", nn.functional.normalize(torch.randn(40_000, 16), dim=-1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features = nn.functional.normalize(batch[0][:, :16].float(), dim=-1)
+        self.bank[: len(features)] = features  # type: ignore[index,operator]
+        return super().training_step(batch, batch_idx)
+
+
 def told(name: str, kind: str, **kwargs: Any) -> list[str]:
     """What is said of buffers on this rank."""
-    module = Normalized() if kind == "norm" else Averages(**kwargs)
+    L.seed_everything(3, verbose=False)
+    module = {"norm": Normalized, "own": Averages, "queue": Queue}[kind](**kwargs)
     said: list[str] = []
     with mock.patch.object(rank_buffers, "rank_zero_info", said.append):
         trainer_for(name, 2, max_epochs=3, limit_val_batches=0).fit(module, loader(2))
@@ -69,6 +83,12 @@ def test_buffers_of_own_samples_are_named(name: str, begin: int, ranks: Any) -> 
         assert "other values of mean, since" in said[0]
         assert "all_gather" in said[0]
         assert "sync_batchnorm" not in said[0]
+
+
+def test_a_few_rows_of_a_large_buffer_are_seen(ranks: Any) -> None:
+    for said in ranks(2).run(told, "ddp_custom", "queue"):
+        assert len(said) == 1
+        assert "other values of bank, since" in said[0]
 
 
 @pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom"])
