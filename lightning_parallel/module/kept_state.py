@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
+from collections.abc import Collection, Iterator
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -19,9 +21,10 @@ class KeptState:
 
     Args:
         module: The module.
+        written: Names of parameters that the code writes into; a copy of each is held.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, written: Collection[str] = ()) -> None:
         # Tables of hooks are ordered: Hugging Face installs hooks when outputs are first asked for, and notes it
         # elsewhere.
         containers = (*CONTAINERS, OrderedDict)
@@ -30,7 +33,8 @@ class KeptState:
             ObjectState(child, lambda name, _: name not in _KEPT_APART, containers=containers) for child in children
         ]
         values = (value for state in self._states for value in state.attributes.before.values())
-        tensors = dict.fromkeys([*tensors_inside(values), *module.buffers()])
+        parameters = (parameter for name, parameter in module.named_parameters() if name in written)
+        tensors = dict.fromkeys([*tensors_inside(values), *module.buffers(), *parameters])
         self._numbers = Numbers(t for t in tensors if not t.is_meta and not isinstance(t, DTensor))
         self._objects = HeldObjects(children)
 
@@ -40,3 +44,21 @@ class KeptState:
         for state in self._states:
             state.restore()
         self._numbers.restore()
+
+
+@contextlib.contextmanager
+def parameter_writes(module: nn.Module, names: set[str]) -> Iterator[None]:
+    """Note which parameters are written into in this context, as those of a teacher are that follows in a step.
+
+    Args:
+        module: The module.
+        names: To which their names are added.
+    """
+    before = _places(module)
+    yield
+    names.update(name for name, place in _places(module).items() if before.get(name) != place)
+
+
+def _places(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Where the numbers of each parameter are, and how often it was written, which ``.data = ...`` does not count."""
+    return {name: (parameter.data_ptr(), parameter._version) for name, parameter in module.named_parameters()}

@@ -34,6 +34,7 @@ class LaterLosses:
         self._copy: ComparedCopy | None = None
         self._tolerance = Tolerance(0.0)
         self._before, self._last = 0, 1
+        self._written: set[str] = set()
         self._same = 0
         """The last step, counted in this fit, in which the two were the same; 0 where nobody could say."""
 
@@ -51,7 +52,7 @@ class LaterLosses:
         if not looks_at_losses(module):
             return
         trial = LossTrial(window.plain, window.expected.loss)
-        words = other_loss(trial, group.size(), window.tolerance, has_gradients=True)
+        words = other_loss(trial, group, window.tolerance, has_gradients=True)
         if words:
             rank_zero_info(words)
         elif copy is not None and copy.short is None:
@@ -60,6 +61,7 @@ class LaterLosses:
             held = copy.plain.held_bytes()
             if self._goes_on("" if held <= _MOST_HELD else f"its attributes hold {held >> 20} MiB"):
                 self._copy, self._tolerance = copy, window.tolerance
+                self._written = window.plain.written
                 self._before, self._last, self._same = module.trainer.global_step, 1, int(words == "")
 
     def end(self) -> None:
@@ -102,13 +104,13 @@ class LaterLosses:
         trial = None
         try:
             plain = copy.steps()
-            plain.given = deepcopy((args, kwargs))
+            plain.given, plain.written = deepcopy((args, kwargs)), self._written
             trial = LossTrial(plain, None)
         except Exception as error:  # of a full memory, or of an object of the user's that has no copy
             reason = f"{type(error).__name__}: {error}"
         if not self._goes_on(reason) or trial is None:
             return None
-        return other_loss(trial, group.size(), self._tolerance, has_gradients=False)
+        return other_loss(trial, group, self._tolerance, has_gradients=False)
 
     def _goes_on(self, reason: str) -> bool:
         """Whether no rank has a `reason` not to look; else none looks from here on. A collective."""

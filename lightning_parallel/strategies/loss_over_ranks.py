@@ -20,6 +20,7 @@ from lightning_parallel import _torch
 from lightning_parallel.module.differences import Tolerance, first_of
 from lightning_parallel.module.kept_state import KeptState
 from lightning_parallel.ranks.objects import of_all_ranks
+from lightning_parallel.strategies.gathered_loss import gathered_loss
 from lightning_parallel.strategies.plain_step import PlainSteps, dense
 from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch
 
@@ -52,20 +53,22 @@ def looks_at_losses(module: LightningModule) -> bool:
     return module.automatic_optimization and not is_weighed
 
 
-def other_loss(trial: LossTrial, num_ranks: int, tolerance: Tolerance, *, has_gradients: bool) -> str | None:
+def other_loss(trial: LossTrial, group: dist.ProcessGroup, tolerance: Tolerance, *, has_gradients: bool) -> str | None:
     """The loss of one process with all samples beside the mean over ranks, in words. A collective.
 
     Args:
         trial: Runs of the step on the samples of this rank.
-        num_ranks: The ranks that read different samples.
+        group: The ranks that read different samples.
         tolerance: The differences that rounding explains.
         has_gradients: Whether gradients are looked at, too, where losses are the same.
 
     Returns:
         The words of the first rank that has some; empty if the two are the same, and ``None`` if nobody can say.
     """
-    words = _words_of(trial, num_ranks, tolerance, has_gradients=has_gradients)
+    words = _words_of(trial, group.size(), tolerance, has_gradients=has_gradients)
     trial.undo()
+    if all(of_all_ranks(trial.meets and not trial.fails)):
+        return gathered_loss(trial.plain, group, tolerance, _SAME_GRADIENT, has_gradients=has_gradients)
     found = of_all_ranks((words, trial.is_in_vain))
     told = next((each for each, _ in found if each), "")
     return None if not told and any(is_in_vain for _, is_in_vain in found) else told
@@ -107,16 +110,23 @@ class LossTrial:
     """
 
     def __init__(self, plain: PlainSteps, loss: Tensor | None) -> None:
-        self._plain = plain
-        self._before = KeptState(plain.module)
+        self.plain = plain
+        self._before = KeptState(plain.module, plain.written)
         self._batch = batch = next(iter(plain.given[0]), None)
         self.samples, self.parts = _cut(batch, _MOST_SAMPLES)
         # That of another run, which differs where a layer does something else in training: then, the whole is run, too.
         is_comparable = self.samples is batch and not plain.draws
         self._known = float(loss) if is_comparable and loss is not None and loss.numel() == 1 else None
-        self.is_in_vain = not self.parts
-        """Whether the losses say nothing: of random numbers, of a step that meets other ranks, or that cannot run."""
+        self.fails = not self.parts
+        """Whether the losses say nothing: of random numbers, or of a step that cannot run."""
+        self.meets = False
+        """Whether the step meets other ranks, so that parts of its batch say nothing."""
         plain.draws = False
+
+    @property
+    def is_in_vain(self) -> bool:
+        """Whether parts of the batch say nothing."""
+        return self.fails or self.meets
 
     def losses_of(self, batches: Sequence[Any]) -> list[float]:
         """The losses of the step on other batches."""
@@ -141,17 +151,17 @@ class LossTrial:
         samples, parts = _cut(self._batch, _MOST_FOR_GRADIENTS)
         if self.is_in_vain or not parts:
             return {}
-        self._plain.take_gradients()
+        self.plain.take_gradients()
         self._loss_of(samples, 1.0)
-        norms = _norms(self._plain.module)
+        norms = _norms(self.plain.module)
         for part in parts:
             self._loss_of(part, -1.0 / len(parts))
-        apart = _norms(self._plain.module)
-        self._plain.take_gradients()
+        apart = _norms(self.plain.module)
+        self.plain.take_gradients()
         if self.is_in_vain or not math.isfinite(math.hypot(*norms.values(), *apart.values())):
             return {}
         least = _NO_GRADIENT * math.hypot(*norms.values())
-        by_frequency = _scaled_by_frequency(self._plain.originals)
+        by_frequency = _scaled_by_frequency(self.plain.originals)
         norms = {name: norm for name, norm in norms.items() if name.rpartition(".")[0] not in by_frequency}
         found = {name: apart[name] / norm for name, norm in norms.items() if norm > least}
         return {name: each for name, each in found.items() if each > more_than}
@@ -161,7 +171,7 @@ class LossTrial:
         self._before.restore()
 
     def _loss_of(self, batch: Any, times: float = 0.0) -> float:
-        plain = self._plain
+        plain = self.plain
         self._before.restore()
         plain.module.eval()
         try:
@@ -169,11 +179,11 @@ class LossTrial:
                 loss = plain.run_forward((batch, *plain.given[0][1:]), plain.given[1], times).loss
         except Exception:  # of the user's code, to which a part of a batch, or `eval()`, is news
             loss = None
-        self.is_in_vain |= plain.draws or loss is None or loss.numel() != 1
+        self.fails |= plain.draws or loss is None or loss.numel() != 1
         return math.nan if loss is None or self.is_in_vain else float(loss)
 
     def _note_meeting(self, name: str, group: dist.ProcessGroup | None) -> None:
-        self.is_in_vain = True
+        self.meets = True
 
 
 def _norms(module: nn.Module) -> dict[str, float]:

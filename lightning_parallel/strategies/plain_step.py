@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from lightning_parallel import _torch
 from lightning_parallel.module.held_objects import HeldObjects
-from lightning_parallel.module.kept_state import KeptState
+from lightning_parallel.module.kept_state import KeptState, parameter_writes
 from lightning_parallel.module.object_state import CONTAINERS, ObjectState
 from lightning_parallel.ranks.dtensors import full_of
 from lightning_parallel.ranks.random_streams import RandomState, unchanged_generators
@@ -123,9 +123,8 @@ class PlainSteps:
         device: torch.device,
         group: ProcessGroup | None = None,
     ) -> None:
-        self.module = plain
-        self.device = device
-        self._group = group
+        self.module, self.device = plain, device
+        self.group = group
         self._precision: Precision = trainer.precision_plugin
         self.originals = module
         self.draws = False
@@ -133,15 +132,16 @@ class PlainSteps:
         self.in_hooks = StepValues()
         """The values that hooks around the last backward have logged."""
         self._trained: set[str] = set()
+        self.written: set[str] = set()
+        """The names of parameters that a step has written into."""
         self.given: tuple[Sequence[Any], dict[str, Any]] = (), {}
         """The arguments of the last step."""
         self.failure = ""
         """The error of a hook behind backward, which may take the gradients of shards for granted; empty without."""
-        is_automatic = module.automatic_optimization
-        self._optimizers = None if is_automatic else PlainOptimizers(trainer, module, plain, group)
+        is_manual = not module.automatic_optimization
+        self._optimizers = PlainOptimizers(trainer, module, plain, group) if is_manual else None
         self.scale = BackwardScale()
-        others = {} if self._optimizers is None else self._optimizers.of_trainer
-        plain.trainer = QuietTrainer(trainer, others)  # type: ignore[assignment]
+        plain.trainer = QuietTrainer(trainer, self._optimizers.of_trainer if self._optimizers else {})  # type: ignore
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[StepValues, dict[str, Tensor]]:
         """Forward and backward of one training step, from the present random state, which stays as it is.
@@ -156,7 +156,7 @@ class PlainSteps:
         self.in_hooks = StepValues()
         follow_metrics(self.module, self.originals)  # which hooks have reset since, or given something
         self.before, self.given = KeptState(self.module), copy.deepcopy((args, kwargs))
-        with self.alone(), self._apart():
+        with self.alone(), self._apart(), parameter_writes(self.module, self.written):
             if self._optimizers is not None:
                 values, gradients = self._run_to_update(self._optimizers, args, kwargs)
             else:
@@ -284,8 +284,8 @@ class PlainSteps:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(warnings.catch_warnings(action="ignore"))
             stack.enter_context(_torch.modes.outside_of_all())
-            if self._group is not None:  # ranks that share samples would each add a summand of what one process has
-                stack.enter_context(_torch.groups.all_ranks_are(self._group))
+            if self.group is not None:  # ranks that share samples would each add a summand of what one process has
+                stack.enter_context(_torch.groups.all_ranks_are(self.group))
             try:
                 yield
             finally:

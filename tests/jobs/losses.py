@@ -11,6 +11,8 @@ SAYS = (
     "the loss of a batch",
     "norm normalizes",
     "the gradient of a batch",
+    "the loss for which",
+    "the gradient of a loss for which",
     "in step",
     "losses of later steps",
 )
