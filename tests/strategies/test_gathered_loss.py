@@ -75,6 +75,14 @@ class NormalizedFirst(Contrast):
         return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
 
 
+class CountsRanks(Contrast):
+    """A mean over the samples of all ranks by their number."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        outputs = self.model(tokens).mean(1)
+        return self.gathered(outputs).square().sum() / (len(outputs) * self.trainer.world_size)
+
+
 class KnowsItsRank(Contrast):
     """Keeps which rank it is, so that it cannot be run as one process."""
 
@@ -169,7 +177,7 @@ def test_what_differs_is_told_once(ranks: Any, make: Any, words: str, name: str)
 
 
 @pytest.mark.parametrize(
-    "make", [Contrast, ByTorch, OwnRows, KnowsItsRank, OfOneGroup, WithTeacher, TeacherWithoutMeeting]
+    "make", [Contrast, ByTorch, OwnRows, CountsRanks, KnowsItsRank, OfOneGroup, WithTeacher, TeacherWithoutMeeting]
 )
 @pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom"])
 def test_nothing_is_told_of_what_is_equal_or_cannot_be_seen(ranks: Any, make: Any, name: str) -> None:

@@ -60,7 +60,7 @@ class Queue(ByteGPT):
         self.register_buffer("bank", nn.functional.normalize(torch.randn(40_000, 16), dim=-1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        features = nn.functional.normalize(batch[0][:, :16].float(), dim=-1)
+        features = 0.1 * nn.functional.normalize(batch[0][:, :16].float(), dim=-1)
         self.bank[: len(features)] = features  # type: ignore[index,operator]
         return super().training_step(batch, batch_idx)
 
