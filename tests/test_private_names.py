@@ -31,8 +31,6 @@ CONNECTORS = "lightning.pytorch.trainer.connectors."
 RECEIVERS: dict[str, dict[str, str]] = {
     "_torch/fsdp.py": {
         "context": f"{FSDP}_fsdp_state.FSDPStateContext",
-        "g": "torch.Tensor",
-        "gathered": "torch.Tensor",
         "group": f"{FSDP}_fsdp_param_group.FSDPParamGroup",
         "parameter": f"{FSDP}_fsdp_param.FSDPParam",
         "part": f"{FSDP}_fsdp_state.FSDPState",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel._torch.unit_parameters import gathered_of, gathered_parameters, parameter_groups
+from lightning_parallel._torch.unit_parameters import GatheredWrites, gathered_of, parameter_groups
 
 _WIDENS_APART = not isinstance(vars(FSDPParam).get("unsharded_accumulated_grad"), property)
 """Whether unreduced gradients are summed, in the reduce dtype, in a tensor of their own.
@@ -227,6 +228,7 @@ def gather_around(
     original = getattr(holder, method)
     state = unit._get_fsdp_state()
     idle = type(state._training_state).IDLE
+    calls = itertools.count(1)
 
     @functools.wraps(original)
     def gathered(*args: Any, **kwargs: Any) -> Any:
@@ -237,16 +239,17 @@ def gather_around(
             state._pre_forward(unit, (None,), {})  # on GPUs, torch 2.11 cannot move what is empty
         else:
             args, kwargs = state._pre_forward(unit, args, kwargs)
-        versions = [gathered._version for _, gathered in gathered_parameters(unit)]
+        writes = None if keeps_writes else GatheredWrites(unit)
         result = original(*args, **kwargs)
-        changed = [g._version for _, g in gathered_parameters(unit)] != versions
+        changed = writes is not None and writes.have_happened(next(calls))
         result = state._post_forward(unit, args, result)
         if state._is_root and not takes_batch:
             _reshard_all(module)  # it is no step, after which torch leaves some units as they are: hooks see shards
-        if changed and not keeps_writes:
+        if changed:
             raise RuntimeError(
                 f"{method} writes into parameters while they are gathered, and the change would be lost. Write in a "
-                "hook, such as on_train_batch_end, where parameters are their shards, or use zero1_custom"
+                "hook, such as on_train_batch_end, where parameters are their shards; give layers=[], with which the "
+                "step keeps what is written; or use zero1_custom"
             )
         return result
 

@@ -194,3 +194,61 @@ def test_rounded_values_are_refused(ranks: Any) -> None:
 def test_entries_that_are_no_numbers_are_no_writes(ranks: Any, strategy: str, precision: str) -> None:
     found = ranks(2).run(outcome_or_words, NotANumber, (), strategy, precision=precision)
     assert not isinstance(found[0], str), found[0]
+
+
+class Pair(nn.Module):
+    """A student, and a teacher that a method lets follow.
+
+    Args:
+        way: How the method writes.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.student, self.teacher, self.way = nn.Linear(16, 16), nn.Linear(16, 16), way
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.student(hidden)
+
+    def follow(self) -> None:
+        for own, following in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+            if self.way == "assigned":
+                following.data = 0.6 * following.data + 0.4 * own.data
+            elif self.way == "in place":
+                following.data.lerp_(own.data, 0.4)
+            else:
+                with torch.no_grad():
+                    following.lerp_(own, 0.4)
+
+
+class Pairs(ByteGPT):
+    """Layers of which the step calls a method that writes, each of them a unit of its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__("sgd")
+        self.pairs = nn.ModuleList([Pair(way), Pair(way)])
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        hidden = self.model.tokens(tokens)
+        distance = hidden.new_zeros(())
+        for pair in self.pairs:
+            hidden = pair(hidden)
+            distance = distance + (hidden - pair.teacher(hidden).detach()).square().mean()
+            pair.follow()  # type: ignore[operator]
+        return super().loss(tokens) + distance
+
+
+def pairs(way: str, strategy: str, num_ranks: int) -> Any:
+    try:
+        return train_module(lambda: Pairs(way), batches("byte_gpt", num_ranks, STEPS), strategy, num_ranks)
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("way", ["assigned", "in place", "counted"])
+def test_a_method_of_a_unit_that_writes_is_refused_or_kept(ranks: Any, way: str) -> None:
+    for said in ranks(2).run(pairs, way, "fsdp_custom:layers=pairs", 2):
+        assert said.startswith("follow writes into parameters while they are gathered")
+        assert "layers=[]" in said
+    kept = ranks(2).run(pairs, way, "fsdp_custom:layers=[]", 2)[0]
+    assert worst(kept, pairs(way, "auto", 1)) < TOLERANCE
