@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -100,23 +101,31 @@ class _GatheredTrial:
 
     def _samples(self) -> tuple[Any, Any]:
         """Some samples of this rank, and those of all ranks in one batch. A collective."""
-        plain, own, number = self._plain, None, 0
-        batch = next(iter(plain.given[0]), None)
+        batch, number = next(iter(self._plain.given[0]), None), 0
         with contextlib.suppress(ValueError):
             number = batch_size_of(batch)
-        most = min(_MOST, _MOST_SAMPLES // self._group.size())
-        numbers = of_all_ranks(number)
-        count = next((each for each in range(most, _FEWEST - 1, -1) if all(n % each == 0 for n in numbers)), 0)
-        if len(set(numbers)) > 1 or not number or not count:  # collectives of other shapes on each rank
+        numbers, most = of_all_ranks(number), min(_MOST, _MOST_SAMPLES // self._group.size())
+        count = next((each for each in range(most, _FEWEST - 1, -1) if number and number % each == 0), 0)
+        if len(set(numbers)) > 1 or not count:  # else, ranks would meet with other shapes
             self._is_in_vain = True
             return None, None
-        own = batch if count == number else cut_batch(batch, number, number // count)[0]
-        batches = self._of_group(move_data_to_device(own, torch.device("cpu")))
+        own, whole = batch if count == number else cut_batch(batch, number, number // count)[0], None
+        with self._tried():
+            data = pickle.dumps(move_data_to_device(own, torch.device("cpu")))
+        if self._goes_not_on():
+            return None, None
+        batches = self._of_group(data)
+        with self._tried():
+            whole = move_data_to_device(_joined([pickle.loads(each) for each in batches], count), self._plain.device)
+        return own, whole
+
+    @contextlib.contextmanager
+    def _tried(self) -> Iterator[None]:
+        """Note that nobody can say, in place of an error of code that was not made for this."""
         try:
-            return own, move_data_to_device(_joined(batches, count), plain.device)
-        except ValueError:
+            yield
+        except Exception:
             self._is_in_vain = True
-            return None, None
 
     def _of_group(self, own: Any) -> list[Any]:
         found = [own] * self._group.size()
@@ -130,11 +139,10 @@ class _GatheredTrial:
         plain = self._plain
         self._before.restore()
         plain.module.eval()
-        try:
-            with torch.set_grad_enabled(times != 0.0):
-                loss = plain.run_forward((batch, *plain.given[0][1:]), plain.given[1], times).loss
-        except Exception:  # of the user's code, to which another batch, `eval()` or a single rank is news
-            loss = None
+        loss = None
+        # The user's code, to which another batch, `eval()` or a single rank is news.
+        with self._tried(), torch.set_grad_enabled(times != 0.0):
+            loss = plain.run_forward((batch, *plain.given[0][1:]), plain.given[1], times).loss
         self._is_in_vain |= plain.draws or loss is None or loss.numel() != 1
         value = math.nan if loss is None or self._is_in_vain else float(loss)
         self._is_in_vain |= not math.isfinite(value)
@@ -146,7 +154,7 @@ class _GatheredTrial:
             if parameter.requires_grad:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
                 dist.all_reduce(gradient, group=self._group)
-                parameter.grad = gradient / self._group.size()
+                parameter.grad = gradient.div_(self._group.size())
         return _norm(self._plain.module)
 
     @contextlib.contextmanager
@@ -216,6 +224,7 @@ def _joined(batches: Sequence[Any], size: int) -> Any:
 
     Raises:
         ValueError: If they have something else than samples, and it differs.
+        RuntimeError: If their samples have other shapes, as torch says it.
     """
     first = batches[0]
     if isinstance(first, Tensor) and first.ndim and all(len(each) == size for each in batches):

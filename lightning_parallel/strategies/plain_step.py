@@ -123,8 +123,7 @@ class PlainSteps:
         device: torch.device,
         group: ProcessGroup | None = None,
     ) -> None:
-        self.module, self.device = plain, device
-        self.group = group
+        self.module, self.device, self.group = plain, device, group
         self._precision: Precision = trainer.precision_plugin
         self.originals = module
         self.draws = False
@@ -141,7 +140,8 @@ class PlainSteps:
         is_manual = not module.automatic_optimization
         self._optimizers = PlainOptimizers(trainer, module, plain, group) if is_manual else None
         self.scale = BackwardScale()
-        plain.trainer = QuietTrainer(trainer, self._optimizers.of_trainer if self._optimizers else {})  # type: ignore
+        others = self._optimizers.of_trainer if self._optimizers else {}
+        plain.trainer = QuietTrainer(trainer, others)  # type: ignore[assignment]
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[StepValues, dict[str, Tensor]]:
         """Forward and backward of one training step, from the present random state, which stays as it is.

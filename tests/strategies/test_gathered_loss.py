@@ -153,6 +153,23 @@ class TeacherWithoutMeeting(WithTeacher):
         return (self.model(tokens) - self.teacher(tokens).detach()).square().mean()
 
 
+class OfOtherLengths(Contrast):
+    """Texts are as long as the longest one of the rank's batch, as a collate function pads them."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0][:, : 12 + self.global_rank]]
+
+
+class WithoutPickle(Contrast):
+    """A batch holds something that no other rank can be sent."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [*batch, {"weigh": lambda value: value}]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch[:1], batch_idx)
+
+
 LOSS, LENGTH, DIRECTION = "is not that of one process", "is 0.5 times that of one process", "of its norm"
 
 
@@ -177,7 +194,19 @@ def test_what_differs_is_told_once(ranks: Any, make: Any, words: str, name: str)
 
 
 @pytest.mark.parametrize(
-    "make", [Contrast, ByTorch, OwnRows, CountsRanks, KnowsItsRank, OfOneGroup, WithTeacher, TeacherWithoutMeeting]
+    "make",
+    [
+        Contrast,
+        ByTorch,
+        OwnRows,
+        CountsRanks,
+        KnowsItsRank,
+        OfOneGroup,
+        WithTeacher,
+        TeacherWithoutMeeting,
+        OfOtherLengths,
+        WithoutPickle,
+    ],
 )
 @pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom"])
 def test_nothing_is_told_of_what_is_equal_or_cannot_be_seen(ranks: Any, make: Any, name: str) -> None:
