@@ -32,6 +32,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
     "_torch/fsdp.py": {
         "context": f"{FSDP}_fsdp_state.FSDPStateContext",
         "group": f"{FSDP}_fsdp_param_group.FSDPParamGroup",
+        "holder": "torch.nn.Module",
         "parameter": f"{FSDP}_fsdp_param.FSDPParam",
         "part": f"{FSDP}_fsdp_state.FSDPState",
         "root": f"{FSDP}_fully_shard.FSDPModule",
@@ -45,6 +46,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
     "_torch/ddp.py": {"wrapped": "torch.nn.parallel.DistributedDataParallel"},
     "_torch/autograd.py": {"leaf": "torch.Tensor"},
     "_torch/joint_operations.py": {"func": "torch._ops.OpOverload"},
+    "_torch/sample_draws.py": {"func": "torch._ops.OpOverload"},
     "_torch/mixed_lists.py": {"operation": "torch._ops.OpOverload", "each": "torch._ops.OpOverload"},
     "_torch/unit_parameters.py": {
         "group": f"{FSDP}_fsdp_param_group.FSDPParamGroup",
@@ -119,7 +121,7 @@ STRINGS = {
     "_torch/attention.py": ("torch.ops.aten",),
     "_torch/autograd.py": ("torch.utils.checkpoint",),
     "_torch/flops.py": ("torch.ops.aten",),
-    "_torch/fsdp.py": (f"{FSDP}_fsdp_param.FSDPParam", f"{FSDP}_fsdp_state.FSDPState"),
+    "_torch/fsdp.py": (f"{FSDP}_fsdp_param.FSDPParam", f"{FSDP}_fsdp_state.FSDPState", "torch.nn.Module"),
     "_torch/loaders.py": ("torch.utils.data.dataloader._BaseDataLoaderIter",),
     "_torch/modules.py": ("torch.nn.Module", "torch._dynamo.eval_frame.OptimizedModule"),
     "_lightning/__init__.py": (

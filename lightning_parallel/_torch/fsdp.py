@@ -256,6 +256,23 @@ def gather_around(
     vars(holder)[method] = gathered  # past the `__setattr__` of compiled modules, which hand it on
 
 
+def leave_where_it_is(holder: nn.Module) -> None:
+    """Let ``holder.to(device)``, ``holder.float()`` and the like do nothing where they would change no tensor of it.
+
+    torch brings a sharded unit back to its shards first, in the middle of a step, too, and swaps each of them.
+    `Module._apply`, since 0.1; no public spelling.
+    """
+    original = holder._apply
+
+    @functools.wraps(original)
+    def applied(fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        with torch.no_grad():
+            is_idle = all(fn(tensor) is tensor for tensor in itertools.chain(holder.parameters(), holder.buffers()))
+        return holder if is_idle else original(fn, *args, **kwargs)
+
+    vars(holder)["_apply"] = applied
+
+
 def _reshard_all(module: nn.Module) -> None:
     for inner in module.modules():
         if isinstance(inner, FSDPModule):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-_gathered: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Shard -> torch's record of its parameter, of those that `gathered_of` has returned."""
+_gathered: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""Number of a shard in memory -> torch's record of its parameter, of those that `gathered_of` has returned.
+
+A weak reference to the shard itself would end ``module.to(device)``, which swaps tensors that nobody refers to.
+"""
 
 
 def parameter_groups(unit: FSDPModule) -> list[Any]:
@@ -69,8 +72,8 @@ def train_gathered(shard: Tensor) -> None:
     Args:
         shard: Any DTensor; what is no shard of a unit is left.
     """
-    parameter = _gathered.get(shard)
-    if parameter is not None and parameter.sharded_state.name == "UNSHARDED":
+    parameter = _gathered.get(id(shard))
+    if parameter is not None and parameter.sharded_param is shard and parameter.sharded_state.name == "UNSHARDED":
         parameter._unsharded_param.requires_grad_(shard.requires_grad)
 
 
@@ -197,7 +200,7 @@ def gathered_of(unit: nn.Module) -> list[GatheredParameter]:
     """The parameters of `unit`, in an order that all ranks share."""
     assert isinstance(unit, FSDPModule)
     found = [parameter for group in parameter_groups(unit) for parameter in group.fsdp_params]
-    _gathered.update((parameter.sharded_param, parameter) for parameter in found)
+    _gathered.update((id(parameter.sharded_param), parameter) for parameter in found)
     return [GatheredParameter(parameter) for parameter in found]
 
 

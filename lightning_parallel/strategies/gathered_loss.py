@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_parallel import _torch
 from lightning_parallel.module.differences import Tolerance
@@ -34,7 +34,13 @@ _SAME_DIRECTION = 0.999
 
 
 def gathered_loss(
-    plain: PlainSteps, group: dist.ProcessGroup, tolerance: Tolerance, least: float, *, has_gradients: bool
+    plain: PlainSteps,
+    group: dist.ProcessGroup,
+    tolerance: Tolerance,
+    least: float,
+    set_mode: Callable[[nn.Module], object],
+    *,
+    has_gradients: bool,
 ) -> str | None:
     """The loss of one process with all samples beside the mean over ranks that gather, in words. A collective.
 
@@ -43,12 +49,13 @@ def gathered_loss(
         group: The ranks that read different samples.
         tolerance: The differences that rounding explains.
         least: The share of the norm of all gradients from which on another gradient is told of.
+        set_mode: Brings the copy into the mode in which its step is run.
         has_gradients: Whether gradients are compared, too.
 
     Returns:
         The words; empty if the two are the same, and ``None`` if nobody can say.
     """
-    trial = _GatheredTrial(plain, group)
+    trial = _GatheredTrial(plain, group, set_mode)
     try:
         return trial.words(tolerance.value, max(least, tolerance.gradient), has_gradients=has_gradients)
     finally:
@@ -61,10 +68,11 @@ class _GatheredTrial:
     Args:
         plain: The steps of a copy.
         group: The ranks that read different samples.
+        set_mode: Brings the copy into the mode in which its step is run.
     """
 
-    def __init__(self, plain: PlainSteps, group: dist.ProcessGroup) -> None:
-        self._plain, self._group = plain, group
+    def __init__(self, plain: PlainSteps, group: dist.ProcessGroup, set_mode: Callable[[nn.Module], object]) -> None:
+        self._plain, self._group, self._set_mode = plain, group, set_mode
         self._before = KeptState(plain.module, plain.written)
         self._is_in_vain = False
         plain.draws = False
@@ -138,9 +146,9 @@ class _GatheredTrial:
     def _loss_of(self, batch: Any, times: float) -> float:
         plain = self._plain
         self._before.restore()
-        plain.module.eval()
+        self._set_mode(plain.module)
         loss = None
-        # The user's code, to which another batch, `eval()` or a single rank is news.
+        # The user's code, to which another batch, the mode or a single rank is news.
         with self._tried(), torch.set_grad_enabled(times != 0.0):
             loss = plain.run_forward((batch, *plain.given[0][1:]), plain.given[1], times).loss
         self._is_in_vain |= plain.draws or loss is None or loss.numel() != 1

@@ -6,8 +6,11 @@ of all ranks is seen on parts of a batch: where its loss is not the mean of thei
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from lightning_parallel import _torch
 from lightning_parallel.module.differences import Tolerance, first_of
 from lightning_parallel.module.kept_state import KeptState
 from lightning_parallel.ranks.objects import of_all_ranks
+from lightning_parallel.ranks.random_streams import unchanged_generators
 from lightning_parallel.strategies.gathered_loss import gathered_loss
 from lightning_parallel.strategies.plain_step import PlainSteps, dense
 from lightning_parallel.techniques.pipeline.microbatches import batch_size_of, cut_batch
@@ -68,7 +72,7 @@ def other_loss(trial: LossTrial, group: dist.ProcessGroup, tolerance: Tolerance,
     words = _words_of(trial, group.size(), tolerance, has_gradients=has_gradients)
     trial.undo()
     if all(of_all_ranks(trial.meets and not trial.fails)):
-        return gathered_loss(trial.plain, group, tolerance, _SAME_GRADIENT, has_gradients=has_gradients)
+        return gathered_loss(trial.plain, group, tolerance, _SAME_GRADIENT, trial.set_mode, has_gradients=has_gradients)
     found = of_all_ranks((words, trial.is_in_vain))
     told = next((each for each, _ in found if each), "")
     return None if not told and any(is_in_vain for _, is_in_vain in found) else told
@@ -77,6 +81,13 @@ def other_loss(trial: LossTrial, group: dist.ProcessGroup, tolerance: Tolerance,
 def _words_of(trial: LossTrial, num_ranks: int, tolerance: Tolerance, *, has_gradients: bool) -> str:
     near = tolerance.value
     first = trial.losses_of(trial.parts[:1])
+    if any(of_all_ranks(trial.has_no_loss)):
+        trial.compute_as_in_training()
+        first = trial.losses_of(trial.parts[:1])
+    ranks = of_all_ranks((trial.plain.draws, trial.meets))
+    if any(draws for draws, _ in ranks) and not any(meets for _, meets in ranks):
+        trial.hand_out_draws()
+        first = trial.losses_of(trial.parts[:1])
     if any(of_all_ranks(trial.is_in_vain)):  # all ranks alike, as a step may meet others before that is seen
         return ""
     losses = first + trial.losses_of(trial.parts[1:])
@@ -101,6 +112,29 @@ def _takes_statistics(layer: nn.Module) -> bool:
     return is_norm and (layer.training or layer.running_mean is None)
 
 
+@dataclass(frozen=True)
+class _Samples:
+    """Some consecutive samples of a batch.
+
+    Args:
+        batch: A batch of them.
+        first: The number of the first one in the whole batch.
+        number: How many there are.
+    """
+
+    batch: Any
+    first: int
+    number: int
+
+
+def train_without_chance(module: nn.Module) -> None:
+    """Bring a module into training, but for layers without parts, such as dropout and normalization."""
+    module.train()
+    for child in module.modules():
+        if child is not module and (isinstance(child, nn.MultiheadAttention) or not any(child.children())):
+            child.eval()
+
+
 class LossTrial:
     """Runs of one step, each from where the first one begins, without dropout and without statistics of batches.
 
@@ -114,13 +148,18 @@ class LossTrial:
         self._before = KeptState(plain.module, plain.written)
         self._batch = batch = next(iter(plain.given[0]), None)
         self.samples, self.parts = _cut(batch, _MOST_SAMPLES)
+        self._draws: _torch.sample_draws.SampleDraws | None = None
         # That of another run, which differs where a layer does something else in training: then, the whole is run, too.
-        is_comparable = self.samples is batch and not plain.draws
+        is_comparable = self.samples.batch is batch and not plain.draws
         self._known = float(loss) if is_comparable and loss is not None and loss.numel() == 1 else None
         self.fails = not self.parts
         """Whether the losses say nothing: of random numbers, or of a step that cannot run."""
         self.meets = False
         """Whether the step meets other ranks, so that parts of its batch say nothing."""
+        self.has_no_loss = False
+        """Whether the step has ended in an error, or without a finite loss."""
+        self.set_mode: Callable[[nn.Module], object] = nn.Module.eval
+        """Brings the copy into the mode in which the step is run."""
         plain.draws = False
 
     @property
@@ -128,10 +167,23 @@ class LossTrial:
         """Whether parts of the batch say nothing."""
         return self.fails or self.meets
 
-    def losses_of(self, batches: Sequence[Any]) -> list[float]:
-        """The losses of the step on other batches."""
+    def compute_as_in_training(self) -> None:
+        """Begin again in training, for steps whose module computes no loss in evaluation, as detectors do."""
+        self.set_mode = train_without_chance
+        self.fails, self.has_no_loss, self.plain.draws = not self.parts, False, False
+
+    def hand_out_draws(self) -> None:
+        """Begin again with the random numbers of one step on all samples, of which each part gets its own."""
+        unchanged = functools.partial(unchanged_generators, self.plain.device)
+        self._draws = _torch.sample_draws.SampleDraws(self.samples.number, unchanged)
+        with self._draws.keeping(), torch.no_grad():
+            self._known = self._run(self.samples)
+        self.fails, self.plain.draws = not self.parts or self.has_no_loss, False
+
+    def losses_of(self, parts: Sequence[_Samples]) -> list[float]:
+        """The losses of the step on some samples each."""
         with torch.no_grad():
-            return [self._loss_of(batch) for batch in batches]
+            return [self._loss_of(part) for part in parts]
 
     def may_differ(self, losses: Sequence[float], near: float) -> bool:
         """Whether the loss of all samples has to be known: it may be another one than the mean of `losses`."""
@@ -170,17 +222,28 @@ class LossTrial:
         """Leave the copy as it was."""
         self._before.restore()
 
-    def _loss_of(self, batch: Any, times: float = 0.0) -> float:
+    def _loss_of(self, samples: _Samples, times: float = 0.0) -> float:
+        draws = (
+            contextlib.nullcontext() if self._draws is None else self._draws.handing_out(samples.first, samples.number)
+        )
+        with draws:
+            value = self._run(samples, times)
+        self.fails |= self.plain.draws or self.has_no_loss
+        return math.nan if self.is_in_vain else value
+
+    def _run(self, samples: _Samples, times: float = 0.0) -> float:
+        """The loss of a run, or no number."""
         plain = self.plain
         self._before.restore()
-        plain.module.eval()
+        self.set_mode(plain.module)
         try:
             with _torch.groups.collectives_checked(self._note_meeting):
-                loss = plain.run_forward((batch, *plain.given[0][1:]), plain.given[1], times).loss
-        except Exception:  # of the user's code, to which a part of a batch, or `eval()`, is news
+                loss = plain.run_forward((samples.batch, *plain.given[0][1:]), plain.given[1], times).loss
+        except Exception:  # of the user's code, to which a part of a batch, or the mode, is news
             loss = None
-        self.fails |= plain.draws or loss is None or loss.numel() != 1
-        return math.nan if loss is None or self.is_in_vain else float(loss)
+        value = math.nan if loss is None or loss.numel() != 1 else float(loss)
+        self.has_no_loss |= not math.isfinite(value)
+        return value
 
     def _note_meeting(self, name: str, group: dist.ProcessGroup | None) -> None:
         self.meets = True
@@ -191,17 +254,19 @@ def _norms(module: nn.Module) -> dict[str, float]:
     return {name: float(gradient.norm()) for name, gradient in named}
 
 
-def _cut(batch: Any, most: int) -> tuple[Any, list[Any]]:
+def _cut(batch: Any, most: int) -> tuple[_Samples, list[_Samples]]:
     """Some of the samples of a batch, and equal parts of them, of two samples if that can be; none if it cannot."""
     try:
         size = batch_size_of(batch)
     except ValueError:
-        return batch, []
+        return _Samples(batch, 0, 0), []
     count = next((number for number in range(most, 1, -1) if size % number == 0), 0)
     if not count:
-        return batch, []
+        return _Samples(batch, 0, size), []
     samples = batch if count == size else cut_batch(batch, size, size // count)[0]
-    return samples, cut_batch(samples, count, count // 2 if count % 2 == 0 and count > 2 else count)
+    parts = cut_batch(samples, count, count // 2 if count % 2 == 0 and count > 2 else count)
+    each = count // len(parts)
+    return _Samples(samples, 0, count), [_Samples(part, each * index, each) for index, part in enumerate(parts)]
 
 
 def _words(whole: float, losses: Sequence[float], num_ranks: int, near: float) -> str:

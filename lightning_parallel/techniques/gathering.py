@@ -23,7 +23,7 @@ _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "transformers", "torchv
 
 
 def gather_in_steps(module: nn.Module, units: Sequence[str], step_methods: Sequence[str]) -> None:
-    """Gather parameters in methods other than `forward`.
+    """Gather parameters in methods other than `forward`, and keep them where ``to(device)`` would move nothing.
 
     Args:
         module: The sharded module.
@@ -32,6 +32,7 @@ def gather_in_steps(module: nn.Module, units: Sequence[str], step_methods: Seque
     """
     for path in units:
         unit = module.get_submodule(path)
+        _torch.fsdp.leave_where_it_is(unit)
         for method in ("forward", *step_methods) if path == _ROOT else _own_methods(unit):
             # What a training step writes goes into the shards, or is refused (`step_writes.py`).
             is_kept = method == _TRAINING

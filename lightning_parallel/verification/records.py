@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_parallel.ranks.random_streams import RandomState
+from lightning_parallel.techniques.pipeline.microbatches import tensors_of
 
 
 @dataclass
@@ -148,9 +148,7 @@ def joined(batches: Sequence[Any]) -> Any:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Copies in host memory of the tensors in a collection, in order; numbers as tensors."""
-    found: list[Tensor] = []
-    apply_to_collection(value, (Tensor, int, float), lambda each: found.append(torch.as_tensor(each).detach().cpu()))
-    return [each.clone() for each in found]
+    return [torch.as_tensor(each).detach().cpu().clone() for each in tensors_of(value, (Tensor, int, float))]
 
 
 def fingerprint_of(batch: Any) -> int:

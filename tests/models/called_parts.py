@@ -57,6 +57,26 @@ class CallsParts(Case):
         return next_token_loss(self.model.head(self.model.decoder(latent)), tokens)
 
 
+class MovesItself(CallsParts):
+    """Moves parts of itself, and itself, to where they are: before, in and behind the step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.to(self.device)
+        return super().training_step(batch, batch_idx)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        latent = self.model.encoder.to(tokens.device)(self.model.tokens(tokens))
+        self.float()
+        self.model.decoder.to(latent)
+        return next_token_loss(self.model.head.cpu()(self.model.decoder(latent)), tokens)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.model.to(self.device)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.cpu()
+
+
 class CallsWholeAndParts(CallsParts):
     """Calls the whole, and two parts again, on inputs with and without a gradient; one of them in evaluation, too."""
 

@@ -75,6 +75,15 @@ class NormalizedFirst(Contrast):
         return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
 
 
+class NormalizedInTraining(NormalizedFirst):
+    """The same, in training alone."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        if not self.training:
+            raise NotImplementedError
+        return super().loss(tokens)
+
+
 class CountsRanks(Contrast):
     """A mean over the samples of all ranks by their number."""
 
@@ -182,7 +191,12 @@ def told(make: Any, name: str, **kwargs: Any) -> list[str]:
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [(WithoutGradients, LENGTH), (OwnRowsWithoutGradients, DIRECTION), (NormalizedFirst, LOSS)],
+    [
+        (WithoutGradients, LENGTH),
+        (OwnRowsWithoutGradients, DIRECTION),
+        (NormalizedFirst, LOSS),
+        (NormalizedInTraining, LOSS),
+    ],
 )
 @pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom"])
 def test_what_differs_is_told_once(ranks: Any, make: Any, words: str, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -83,12 +84,12 @@ class KeepsALot(FromStep):
 
 
 class NotYetSeen(FromStep):
-    """A module of whose first step nobody can say what its loss is: it draws it."""
+    """A module of whose first step nobody can say what its loss is: Python draws it."""
 
     def loss(self, tokens: Tensor) -> Tensor:
         found = ByteGPT.loss(self, tokens)
         is_late = self.trainer.global_step >= self.begin
-        return found + self.late.loss(self, tokens) if is_late else found * torch.rand(())
+        return found + self.late.loss(self, tokens) if is_late else found * (0.5 + random.random())
 
 
 class FollowsItsLoss(FromStep):

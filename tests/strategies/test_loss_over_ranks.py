@@ -53,11 +53,98 @@ class DrawsNoise(ByteGPT):
         return (self.model(tokens) - torch.randn(1)).square().mean()
 
 
+class SumOfDrawn(ByteGPT):
+    """A loss of what is drawn for each sample and for the batch, in every way, as that of a variational autoencoder."""
+
+    def drawn(self, tokens: Tensor) -> Tensor:
+        """`[samples]`: a loss of each sample."""
+        outputs = self.model(tokens)
+        means, deviations = outputs.mean(-1), outputs.std(-1)
+        noise = torch.distributions.Normal(means, deviations).rsample((3,)).mean(0)
+        kept = torch.rand_like(outputs) < 0.5
+        times = torch.randint(1, 9, (len(tokens),))
+        outputs = outputs * kept + torch.empty_like(outputs).normal_() + torch.randn(VOCABULARY)
+        return (outputs.square().mean(-1) + noise.square()).mean(-1) * times
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return self.drawn(tokens).sum()
+
+
+class MeanOfDrawn(SumOfDrawn):
+    def loss(self, tokens: Tensor) -> Tensor:
+        return self.drawn(tokens).mean()
+
+
+class ComparesDrawn(SumOfDrawn):
+    """A mean of losses, of which each is of two samples."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        values = self.drawn(tokens)
+        return (values * values.flip(0)).mean()
+
+
+class SumOfShuffled(ByteGPT):
+    """In each run, samples meet others: nobody can say."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        outputs = self.model(tokens).mean((1, 2))
+        return (outputs * outputs[torch.randperm(len(outputs))]).sum()
+
+
 class FailsOnParts(ByteGPT):
     """A step that is written for one size of batches."""
 
     def loss(self, tokens: Tensor) -> Tensor:
         return super().loss(tokens) * tokens.view(GLOBAL_BATCH // 2, LENGTH).shape[0]
+
+
+class SumsInTraining(SumOfSamples):
+    """Computes no loss in evaluation, as detectors do, and drops values in training."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.ends = Ends()
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return self.ends(super().loss(tokens))
+
+
+class MeansInTraining(ByteGPT):
+    """The same with a mean."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.ends = Ends()
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return self.ends(super().loss(tokens))
+
+
+class Ends(nn.Module):
+    """Gives a value in training, and in evaluation something else than a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drops = nn.Dropout(0.5)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.drops(value) if self.training else torch.zeros(3, 0)
+
+
+class NotANumberInEvaluation(SumOfSamples):
+    """Divides by the number of what it has kept in training."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return super().loss(tokens) * (1.0 if self.training else math.nan)
+
+
+class FailsInEvaluation(SumOfSamples):
+    """Ends in an error there."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        if not self.training:
+            raise NotImplementedError
+        return super().loss(tokens)
 
 
 def told(make: Any, name: str, callbacks: tuple[Callback, ...] = (), **kwargs: Any) -> list[str]:
@@ -79,6 +166,11 @@ GRADIENTS = "the gradient of a batch is not the mean of those of its parts"
         (UnevenLabels, OTHER),
         (ComparesSamples, OTHER),
         (BalancesNothingYet, GRADIENTS),
+        (SumsInTraining, SUM),
+        (FailsInEvaluation, SUM),
+        (NotANumberInEvaluation, SUM),
+        (SumOfDrawn, SUM),
+        (ComparesDrawn, OTHER),
     ],
 )
 @pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom", "fsdp_tp_custom"])
@@ -130,7 +222,19 @@ def test_statistics_of_batches_are_told(ranks: Any, make: Any) -> None:
     assert not any(ranks(2).run(told, make, "tp_custom"))
 
 
-@pytest.mark.parametrize("make", [ByteGPT, WithDropout, ComparesAllSamples, DrawsNoise, FailsOnParts])
+@pytest.mark.parametrize(
+    "make",
+    [
+        ByteGPT,
+        WithDropout,
+        ComparesAllSamples,
+        DrawsNoise,
+        MeanOfDrawn,
+        SumOfShuffled,
+        FailsOnParts,
+        MeansInTraining,
+    ],
+)
 def test_nothing_is_told_of_means_and_of_what_cannot_be_seen(ranks: Any, make: Any) -> None:
     assert not any(ranks(2).run(told, make, "ddp_custom"))
 

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_parallel.module import layer_stacks
 from tests.data import batches
@@ -29,6 +30,7 @@ def trained(make: Any, strategy: str, num_ranks: int, **kwargs: Any) -> Outcome:
 NAMES = ("fsdp_custom", "zero2_custom", "fsdp_offload_custom", "hsdp_custom")
 MADE = [
     parts.CallsParts,
+    parts.MovesItself,
     parts.CallsWholeAndParts,
     parts.CallsAPartOfALayer,
     parts.CallsAfterBackward,
@@ -57,6 +59,8 @@ def test_parts_are_gathered_around_calls_from_outside(ranks: Any, make: Any, str
     [
         (parts.CallsAPartOfALayer, "recompute=full", {}),
         (parts.CallsAPartOfALayer, "check=first_step", {}),
+        (parts.MovesItself, "check=first_step", {}),
+        (parts.MovesItself, "accumulation_sync=last", {"accumulate_grad_batches": 2}),
         (parts.CallsWholeAndParts, "accumulation_sync=last", {"accumulate_grad_batches": 2}),
         (parts.CallsWholeAndParts, "optimizer_in_backward=true", {"gradient_clip_val": None}),
         (parts.CallsAfterBackward, "check=first_step", {}),
@@ -97,6 +101,24 @@ def test_shards_are_there_behind_a_call_in_a_hook(ranks: Any, strategy: str) -> 
     """The comparison of the first step finds no gradients otherwise."""
     expected = once(trained_by_layers, "auto", 1)
     assert worst(ranks(2).run(trained_by_layers, f"{strategy}:check=first_step", 2)[0], expected) <= TOLERANCE
+
+
+class MovedInTheMiddle(ByteGPT):
+    """Moves itself to where it is in its step: what is around the layers stays gathered."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        before = self.model.tokens.weight
+        self.to(self.device).float()
+        assert self.model.tokens.weight is before
+        return super().loss(tokens)
+
+
+def moved(strategy: str, num_ranks: int) -> Outcome:
+    return train_module(MovedInTheMiddle, batches("byte_gpt", num_ranks), strategy, num_ranks)
+
+
+def test_what_is_gathered_stays_where_it_is(ranks: Any) -> None:
+    assert worst(ranks(2).run(moved, "fsdp_custom", 2)[0], once(moved, "auto", 1)) <= TOLERANCE
 
 
 class GradientInHook(parts.CallsParts):

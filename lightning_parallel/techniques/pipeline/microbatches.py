@@ -62,8 +62,7 @@ def batch_size_of(batch: Any) -> int:
     Raises:
         ConfigurationError: If there is no such tensor.
     """
-    sizes: list[int] = []
-    apply_to_collection(batch, Tensor, lambda tensor: sizes.append(tensor.shape[0]) if tensor.ndim else None)
+    sizes: list[int] = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim]
     if not sizes or not sizes[0]:
         raise ConfigurationError(
             [
@@ -73,6 +72,23 @@ def batch_size_of(batch: Any) -> int:
             ]
         )
     return sizes[0]
+
+
+def tensors_of(batch: Any, kinds: type | tuple[type, ...] = Tensor) -> list[Any]:
+    """The tensors in nested containers and dataclasses, in order.
+
+    Args:
+        batch: Nested containers with tensors.
+        kinds: What is looked for, where that is not tensors alone.
+    """
+    found: list[Any] = []
+
+    def keep(value: Any) -> Any:
+        found.append(value)
+        return value  # goes into a copy of its dataclass, which may look at what it is given
+
+    apply_to_collection(batch, kinds, keep)
+    return found
 
 
 def cut_batch(batch: Any, batch_size: int, count: int) -> list[Any]:
@@ -155,7 +171,8 @@ def has_uneven_entries(batch: Any, batch_size: int, count: int, ignored: Iterabl
             each = counted.reshape(count, batch_size // count, -1).sum(1)
             found.append((each != each[0]).any())
 
-    apply_to_collection(batch, Tensor, look)
+    for tensor in tensors_of(batch):
+        look(tensor)
     return bool(torch.stack(found).any()) if found else False
 
 
