@@ -146,10 +146,10 @@ class _GatheredTrial:
     def _loss_of(self, batch: Any, times: float) -> float:
         plain = self._plain
         self._before.restore()
-        self._set_mode(plain.module)
         loss = None
         # The user's code, to which another batch, the mode or a single rank is news.
         with self._tried(), torch.set_grad_enabled(times != 0.0):
+            self._set_mode(plain.module)
             loss = plain.run_forward((batch, *plain.given[0][1:]), plain.given[1], times).loss
         self._is_in_vain |= plain.draws or loss is None or loss.numel() != 1
         value = math.nan if loss is None or self._is_in_vain else float(loss)

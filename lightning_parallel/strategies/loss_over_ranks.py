@@ -132,7 +132,7 @@ def train_without_chance(module: nn.Module) -> None:
     module.train()
     for child in module.modules():
         if child is not module and (isinstance(child, nn.MultiheadAttention) or not any(child.children())):
-            child.eval()
+            child.train(False)  # as `Module.eval` does, whose name some modules give to something else
 
 
 class LossTrial:
@@ -235,8 +235,8 @@ class LossTrial:
         """The loss of a run, or no number."""
         plain = self.plain
         self._before.restore()
-        self.set_mode(plain.module)
         try:
+            self.set_mode(plain.module)
             with _torch.groups.collectives_checked(self._note_meeting):
                 loss = plain.run_forward((samples.batch, *plain.given[0][1:]), plain.given[1], times).loss
         except Exception:  # of the user's code, to which a part of a batch, or the mode, is news

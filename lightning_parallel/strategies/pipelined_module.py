@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_parallel import _torch
-from lightning_parallel.errors import check
+from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.parallelize import Parallelized
 from lightning_parallel.ranks.lock_step import said_by_all
 from lightning_parallel.ranks.random_streams import seed_of_part, unchanged_generators
@@ -34,6 +34,8 @@ from lightning_parallel.techniques.pipeline.microbatches import (
     MicrobatchCounts,
     batch_size_of,
     cut_batch,
+    tensors_of,
+    whole_in_parts,
     with_own_containers,
 )
 from lightning_parallel.techniques.pipeline.placement import (
@@ -88,8 +90,7 @@ class PipelinedModule:
         self._positions = self._cut.plan.placement.positions
         self._disorders: dict[str, str] = {}
         self._all_ranks = parallelized.mesh.host_group
-        self._steps = steps
-        self._device = device
+        self._steps, self._device = steps, device
         self._loss_scale = loss_scale
         self._place_again = place_again
         self._rank = self._cut.group.rank()
@@ -130,6 +131,8 @@ class PipelinedModule:
         """Run the step `name` on the whole `batch` of this rank. A collective of the pipeline."""
         if _ALONE.format(name) in self._looked_at:
             return self._cut_steps[name].run_alone(batch, *args)
+        if not any(tensor.ndim for tensor in tensors_of(batch)):
+            return self._run_out_of_order(name, _NO_SAMPLES.format(type(batch).__name__), batch, args)
         size = batch_size_of(batch)
         count = self._counts.in_training(size) if name == TRAINING else self._counts.in_evaluation(size)
         parts = cut_batch(batch, size, count)
@@ -140,9 +143,7 @@ class PipelinedModule:
         cut = CutBatch(batch, parts, args, size // count)
         cut = replace(cut, joins=self._joins(name, cut))
         if (disorder := self._choice.disordered.pop(name, None)) is not None:
-            placement = self._out_of_order(name, disorder)
-            again = self.run if placement is None else self._place_again(placement)
-            return again(name, batch, *args)
+            return self._run_out_of_order(name, disorder, batch, args)
         if name == TRAINING:
             self._steps.settling.end_step()
             cut = replace(cut, seed=_next_seed())
@@ -152,6 +153,11 @@ class PipelinedModule:
         with unchanged_generators(self._device):
             self._num_evaluated += 1
             return self._evaluate(name, replace(cut, seed=seed_of_part(_next_seed(), self._num_evaluated << 20)))
+
+    def _run_out_of_order(self, name: str, disorder: str, batch: Any, args: Any) -> Any:
+        placement = self._out_of_order(name, disorder)
+        again = self.run if placement is None else self._place_again(placement)
+        return again(name, batch, *args)
 
     def _joins(self, name: str, batch: CutBatch) -> bool:
         """Whether what comes after the stack runs once, on the whole batch."""
@@ -213,21 +219,21 @@ class PipelinedModule:
     def _called_layers(self, name: str, part: Any, args: Any) -> tuple[str, ...]:
         """The layers of all stacks in the order in which the step calls them; the present order if it shows none."""
         stacks, router, layers = self._stacks, self._cut.router, self._cut.plan.placement.layers
-        step, drops = (lambda: self._traced_step(name, part, args)), name == TRAINING
+        step, drops = functools.partial(_trace, self._cut, self._cut_steps[name], part, args), name == TRAINING
         with unchanged_generators(self._device), StepLogs(self._module).of(0), _torch.attention.slow_attention():
             order, self._disorders[name] = called_layers(self._module, stacks, router, layers, step=step, drops=drops)
         return order if len(set(said_by_all(crc32(repr(order).encode()), self._all_ranks))) == 1 else layers
 
     def _misplaced(self, name: str, part: Any, args: Any) -> Placement | None:
         """Where parameters are used, unless each stage has what it uses already."""
-        is_first = len(self._looked_at - {_ORDER}) == 1
-        router, module = self._cut.router, self._module
+        is_first, router, module = len(self._looked_at - {_ORDER}) == 1, self._cut.router, self._module
+        step = functools.partial(_trace, self._cut, self._cut_steps[name], part, args)
         draws, logs = EarlyDraws(router, module), logs_of_trace(module, router)
         traced, disorder = None, self._disorders.pop(name, "")
         with unchanged_generators(self._device), logs, _torch.attention.slow_attention(), draws:
             try:
                 if not disorder:
-                    traced = trace_positions(self._module, router, name, lambda: self._traced_step(name, part, args))
+                    traced = trace_positions(module, router, name, step)
             except DisorderError as error:
                 disorder = str(error)
         # On one rank that reads, perhaps, by its samples: all of them choose alike.
@@ -255,11 +261,6 @@ class PipelinedModule:
         self._looked_at.add(_ALONE.format(name))
         return None
 
-    def _traced_step(self, name: str, part: Any, args: Any) -> None:
-        output = self._cut.router.returned(self._cut_steps[name].step(with_own_containers(part), *args))
-        if name == TRAINING:
-            loss_in(output)
-
 
 def loss_scale(precision: Precision) -> float:
     """The factor by which `precision` multiplies losses before backward."""
@@ -283,6 +284,19 @@ def _time_layers(clock: StepClock, step: CutStep, cut: CutStack, logs: StepLogs,
                 step.execution(forward).run(actions)
 
 
+def _trace(cut: CutStack, step: CutStep, part: Any, args: Any) -> None:
+    """Run a step on a microbatch. An error may come of what goes whole into it, if anything does."""
+    try:
+        output = cut.router.returned(step.step(with_own_containers(part), *args))
+    except Exception as error:
+        whole, said = whole_in_parts(part), str(error).replace("; ", ", ")
+        if not whole or isinstance(error, ConfigurationError):
+            raise
+        raise DisorderError([_NOT_CUT.format(step.name, whole, type(error).__name__, said)]) from error
+    if step.name == TRAINING:
+        loss_in(output)
+
+
 def _next_seed() -> int:
     """A number that all ranks of a pipeline draw alike."""
     return int(torch.randint(2**62, ()))
@@ -296,6 +310,8 @@ def _tell_disorder(name: str, disorder: str) -> None:
     rank_zero_info(how + (f". For a schedule, {advice}" if advice.startswith(("give layers=", "give loss=")) else ""))
 
 
+_NO_SAMPLES = "a batch ({}) has no tensor with samples along its first dimension"
+_NOT_CUT = "{} fails on a microbatch, of which {} is that of the whole batch ({}: {})"
 _TURNS = (
     "{}, so no schedule fits it: pipeline stages take turns from here on, on whole batches, while the other ranks "
     "wait. schedule='turns' does so from the start"

@@ -93,9 +93,9 @@ def _is_apart(value: tuple[float, float], other: tuple[float, float]) -> bool:
 
 
 _WORDS = (
-    "behind the first steps, ranks have other values of {names}, since each computes them from its own samples. Every "
-    "step begins with those of rank 0, as under torch's DistributedDataParallel, so what other ranks add to them is "
-    "lost. {advice}"
+    "behind the first steps, ranks have other values of {names}, since each computes them from its own samples or "
+    "random numbers. Every step begins with those of rank 0, as under torch's DistributedDataParallel, so what other "
+    "ranks add to them is lost. {advice}"
 )
 _NORMS = "Trainer(sync_batchnorm=True) takes statistics of the samples of all ranks, on CUDA devices"
 _OTHERS = "Average what a step writes into a buffer over the ranks, as in value = self.all_gather(value).mean(0)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -130,6 +131,18 @@ def cut_batch(batch: Any, batch_size: int, count: int) -> list[Any]:
         return apply_to_collection(value, Tensor, part, index)
 
     return [cut(batch, index) for index in range(count)]
+
+
+def whole_in_parts(batch: Any) -> str:
+    """The class of the first object of a batch that `cut_batch` leaves whole, such as a graph; empty without one."""
+    if isinstance(batch, dict | list | tuple):
+        values: Iterable[Any] = batch.values() if isinstance(batch, dict) else batch
+    elif is_dataclass(batch):
+        values = [getattr(batch, field.name) for field in fields(batch)]
+    else:
+        is_value = batch is None or isinstance(batch, Tensor | str | bytes | int | float)
+        return "" if is_value else type(batch).__name__
+    return next((found for value in values if (found := whole_in_parts(value))), "")
 
 
 def with_own_containers(batch: Any) -> Any:
