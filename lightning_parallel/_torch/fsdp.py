@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -208,7 +208,12 @@ def forget_sharding(module: nn.Module) -> None:
 
 
 def gather_around(
-    holder: Any, method: str, unit: nn.Module, *, takes_batch: bool = False, keeps_writes: bool = False
+    holder: Any,
+    method: str,
+    unit: nn.Module,
+    *,
+    takes_batch: bool = False,
+    refuse: Callable[[str], NoReturn] | None = None,
 ) -> None:
     """Gather the parameters of `unit` while ``holder.method`` runs.
 
@@ -221,7 +226,7 @@ def gather_around(
         method: Its name.
         unit: The sharded unit.
         takes_batch: Whether it is given what Lightning has moved. torch would move what was left on the host, too.
-        keeps_writes: Whether what the method writes into gathered parameters is kept by another.
+        refuse: Ends a call that has written into gathered parameters, given the method; without, another keeps it.
     """
     module = unit
     assert isinstance(unit, FSDPModule)
@@ -239,18 +244,14 @@ def gather_around(
             state._pre_forward(unit, (None,), {})  # on GPUs, torch 2.11 cannot move what is empty
         else:
             args, kwargs = state._pre_forward(unit, args, kwargs)
-        writes = None if keeps_writes else GatheredWrites(unit)
+        writes = None if refuse is None else GatheredWrites(unit)
         result = original(*args, **kwargs)
         changed = writes is not None and writes.have_happened(next(calls))
         result = state._post_forward(unit, args, result)
         if state._is_root and not takes_batch:
             _reshard_all(module)  # it is no step, after which torch leaves some units as they are: hooks see shards
-        if changed:
-            raise RuntimeError(
-                f"{method} writes into parameters while they are gathered, and the change would be lost. Write in a "
-                "hook, such as on_train_batch_end, where parameters are their shards; give layers=[], with which the "
-                "step keeps what is written; or use zero1_custom"
-            )
+        if changed and refuse is not None:
+            refuse(method)
         return result
 
     vars(holder)[method] = gathered  # past the `__setattr__` of compiled modules, which hand it on

@@ -52,10 +52,11 @@ class LaterLosses:
         if not looks_at_losses(module):
             return
         trial = LossTrial(window.plain, window.expected.loss)
-        words = other_loss(trial, group, window.tolerance, has_gradients=True)
+        returns_it = module.automatic_optimization
+        words = other_loss(trial, group, window.tolerance, has_gradients=returns_it)
         if words:
             rank_zero_info(words)
-        elif copy is not None and copy.short is None:
+        elif copy is not None and copy.short is None and returns_it:
             window.plain.before.restore()  # what the step has left in attributes, such as activations
             copy.plain.empty()
             held = copy.plain.held_bytes()

@@ -51,10 +51,9 @@ def tell_other_layers(module: LightningModule, num_ranks: int) -> None:
 
 
 def looks_at_losses(module: LightningModule) -> bool:
-    """Whether the loss of a step can be looked at: the step returns it, and no callback weights it."""
+    """Whether the loss of a step can be looked at: no callback weights it."""
     callbacks: Sequence[object] = module.trainer.callbacks  # type: ignore[attr-defined]
-    is_weighed = any(getattr(each, "weighs_losses", False) for each in callbacks)
-    return module.automatic_optimization and not is_weighed
+    return not any(getattr(each, "weighs_losses", False) for each in callbacks)
 
 
 def other_loss(trial: LossTrial, group: dist.ProcessGroup, tolerance: Tolerance, *, has_gradients: bool) -> str | None:
@@ -71,7 +70,7 @@ def other_loss(trial: LossTrial, group: dist.ProcessGroup, tolerance: Tolerance,
     """
     words = _words_of(trial, group.size(), tolerance, has_gradients=has_gradients)
     trial.undo()
-    if all(of_all_ranks(trial.meets and not trial.fails)):
+    if trial.plain.optimizers is None and all(of_all_ranks(trial.meets and not trial.fails)):
         return gathered_loss(trial.plain, group, tolerance, _SAME_GRADIENT, trial.set_mode, has_gradients=has_gradients)
     found = of_all_ranks((words, trial.is_in_vain))
     told = next((each for each, _ in found if each), "")
@@ -150,7 +149,7 @@ class LossTrial:
         self.samples, self.parts = _cut(batch, _MOST_SAMPLES)
         self._draws: _torch.sample_draws.SampleDraws | None = None
         # That of another run, which differs where a layer does something else in training: then, the whole is run, too.
-        is_comparable = self.samples.batch is batch and not plain.draws
+        is_comparable = self.samples.batch is batch and not plain.draws and plain.optimizers is None
         self._known = float(loss) if is_comparable and loss is not None and loss.numel() == 1 else None
         self.fails = not self.parts
         """Whether the losses say nothing: of random numbers, or of a step that cannot run."""
@@ -176,13 +175,13 @@ class LossTrial:
         """Begin again with the random numbers of one step on all samples, of which each part gets its own."""
         unchanged = functools.partial(unchanged_generators, self.plain.device)
         self._draws = _torch.sample_draws.SampleDraws(self.samples.number, unchanged)
-        with self._draws.keeping(), torch.no_grad():
+        with self._draws.keeping(), self._without_backward():
             self._known = self._run(self.samples)
         self.fails, self.plain.draws = not self.parts or self.has_no_loss, False
 
     def losses_of(self, parts: Sequence[_Samples]) -> list[float]:
         """The losses of the step on some samples each."""
-        with torch.no_grad():
+        with self._without_backward():
             return [self._loss_of(part) for part in parts]
 
     def may_differ(self, losses: Sequence[float], near: float) -> bool:
@@ -238,12 +237,25 @@ class LossTrial:
         try:
             self.set_mode(plain.module)
             with _torch.groups.collectives_checked(self._note_meeting):
-                loss = plain.run_forward((samples.batch, *plain.given[0][1:]), plain.given[1], times).loss
+                loss = self._loss((samples.batch, *plain.given[0][1:]), plain.given[1], times)
         except Exception:  # of the user's code, to which a part of a batch, or the mode, is news
             loss = None
         value = math.nan if loss is None or loss.numel() != 1 else float(loss)
         self.has_no_loss |= not math.isfinite(value)
         return value
+
+    def _loss(self, args: Sequence[Any], kwargs: dict[str, Any], times: float) -> Tensor | None:
+        """The loss that the step returns, or the sum of those from which it goes backward up to its first update."""
+        optimizers = self.plain.optimizers
+        if optimizers is None:
+            return self.plain.run_forward(args, kwargs, times).loss
+        optimizers.begin(runs_backward=False)
+        self.plain.run_forward(args, kwargs)
+        return torch.stack(optimizers.losses).sum()
+
+    def _without_backward(self) -> contextlib.AbstractContextManager[object]:
+        # A step that goes backward by itself may ask for gradients of its inputs, too.
+        return torch.set_grad_enabled(self.plain.optimizers is not None)
 
     def _note_meeting(self, name: str, group: dist.ProcessGroup | None) -> None:
         self.meets = True

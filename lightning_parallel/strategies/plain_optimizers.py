@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import defaultdict
 from collections.abc import Callable
@@ -45,6 +46,7 @@ class PlainOptimizers:
         """The losses that `manual_backward` was given in this step."""
         self.gradients: dict[str, Tensor] = {}
         """The gradients after the last of them, by the name of the parameter."""
+        self._runs_backward = True
         self.scales_alike = True
         """Whether backward began with ones: nothing was given to multiply gradients by."""
         optimizers = [_without_updates(optimizer, twins) for optimizer in trainer.optimizers]
@@ -53,9 +55,17 @@ class PlainOptimizers:
         self.of_trainer = {"strategy": strategy, "optimizers": optimizers}
         """Attributes of a trainer that are others for the copy."""
 
-    def begin(self) -> None:
-        """Begin with a step."""
-        self.losses, self.gradients = [], {}
+    def begin(self, *, runs_backward: bool = True) -> None:
+        """Begin with a step.
+
+        Args:
+            runs_backward: Whether its backward runs, over all ranks; else only its losses are noted, of this rank.
+        """
+        self.losses, self.gradients, self._runs_backward = [], {}, runs_backward
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the step runs. A collective if its backward runs."""
+        return self.of_ranks.step() if self._runs_backward else contextlib.nullcontext()
 
     def backward(self, loss: Tensor, optimizer: object = None, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward as a strategy does.
@@ -68,6 +78,8 @@ class PlainOptimizers:
         """
         self.scales_alike = self.scales_alike and not args and kwargs.get("gradient") is None
         self.losses.append(loss.detach().clone())
+        if not self._runs_backward:
+            return loss.detach()
         self._plain.on_before_backward(loss)
         with self.of_ranks.backward():
             self._plain.backward(loss, *args, **kwargs)

@@ -138,9 +138,9 @@ class PlainSteps:
         self.failure = ""
         """The error of a hook behind backward, which may take the gradients of shards for granted; empty without."""
         is_manual = not module.automatic_optimization
-        self._optimizers = PlainOptimizers(trainer, module, plain, group) if is_manual else None
+        self.optimizers = PlainOptimizers(trainer, module, plain, group) if is_manual else None
         self.scale = BackwardScale()
-        others = self._optimizers.of_trainer if self._optimizers else {}
+        others = self.optimizers.of_trainer if self.optimizers else {}
         plain.trainer = QuietTrainer(trainer, others)  # type: ignore[assignment]
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[StepValues, dict[str, Tensor]]:
@@ -157,8 +157,8 @@ class PlainSteps:
         follow_metrics(self.module, self.originals)  # which hooks have reset since, or given something
         self.before, self.given = KeptState(self.module), copy.deepcopy((args, kwargs))
         with self.alone(), self._apart(), parameter_writes(self.module, self.written):
-            if self._optimizers is not None:
-                values, gradients = self._run_to_update(self._optimizers, args, kwargs)
+            if self.optimizers is not None:
+                values, gradients = self._run_to_update(self.optimizers, args, kwargs)
             else:
                 values, loss = self._forward(args, kwargs)
                 if loss is not None:
@@ -183,7 +183,7 @@ class PlainSteps:
     @property
     def scales_alike(self) -> bool:
         """Whether gradients of the copy are multiplied by nothing that the step has given to `manual_backward`."""
-        return self._optimizers is None or self._optimizers.scales_alike
+        return self.optimizers is None or self.optimizers.scales_alike
 
     def run_forward(self, args: Sequence[Any], kwargs: dict[str, Any], times: float = 0.0) -> StepValues:
         """A training step from the present random state, which stays as it is.
@@ -211,8 +211,8 @@ class PlainSteps:
         now, gradients = RandomState.take(self.device), [(p, p.grad) for p in self.module.parameters()]
         self.before.restore()
         state.restore(self.device)
-        if self._optimizers is not None:
-            self._optimizers.begin()
+        if self.optimizers is not None:
+            self.optimizers.begin()
         for parameter, gradient in gradients:  # a step that optimizes by itself goes backward, too
             parameter.grad = None if gradient is None else gradient.clone()
         try:
@@ -226,7 +226,7 @@ class PlainSteps:
     def _forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[StepValues, Tensor | None]:
         values, before, output = StepValues(), RandomState.take(self.device), None
         held = HeldObjects(self.module.modules())  # with generators of its own
-        of_ranks = contextlib.nullcontext() if self._optimizers is None else self._optimizers.of_ranks.step()
+        of_ranks = contextlib.nullcontext() if self.optimizers is None else self.optimizers.step()
         with of_ranks, values.of(self.module, passes_on=False), self._precision.train_step_context():
             try:
                 output = self.module.training_step(*copy.deepcopy(args), **copy.deepcopy(kwargs))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_parallel import _torch
+from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.layer_stacks import owner_of
 
 _ROOT = ""
@@ -35,8 +36,8 @@ def gather_in_steps(module: nn.Module, units: Sequence[str], step_methods: Seque
         _torch.fsdp.leave_where_it_is(unit)
         for method in ("forward", *step_methods) if path == _ROOT else _own_methods(unit):
             # What a training step writes goes into the shards, or is refused (`step_writes.py`).
-            is_kept = method == _TRAINING
-            _torch.fsdp.gather_around(unit, method, unit, takes_batch=method in step_methods, keeps_writes=is_kept)
+            refuse = None if method == _TRAINING else _refuse_writes
+            _torch.fsdp.gather_around(unit, method, unit, takes_batch=method in step_methods, refuse=refuse)
 
 
 def gather_around_parts(
@@ -84,7 +85,7 @@ def gather_outside_of_schedule(
 
 def _gather_unless(unless: Callable[[], bool], holder: nn.Module, method: str, unit: nn.Module) -> None:
     own = getattr(holder, method)
-    _torch.fsdp.gather_around(holder, method, unit)
+    _torch.fsdp.gather_around(holder, method, unit, refuse=_refuse_writes)
     gathered = vars(holder)[method]
 
     @functools.wraps(own)
@@ -104,7 +105,7 @@ def gather_while_running(holder: object, method: str, module: nn.Module) -> None
     """
     if isinstance(module, FSDPModule):
         # Who runs the method looks for what it writes.
-        _torch.fsdp.gather_around(holder, method, module, takes_batch=True, keeps_writes=True)
+        _torch.fsdp.gather_around(holder, method, module, takes_batch=True)
 
 
 def gather_in_method(module: nn.Module, units: Sequence[str], method: str) -> None:
@@ -118,7 +119,8 @@ def gather_in_method(module: nn.Module, units: Sequence[str], method: str) -> No
     path, _, name = method.rpartition(".")
     owner = owner_of(f"{path}." if path else "x", units)
     if owner is not None:
-        _torch.fsdp.gather_around(module.get_submodule(path), name, module.get_submodule(owner))
+        unit = module.get_submodule(owner)
+        _torch.fsdp.gather_around(module.get_submodule(path), name, unit, refuse=_refuse_writes)
 
 
 def _forwards(part: nn.Module) -> Iterator[str]:
@@ -143,3 +145,14 @@ def _own_methods(unit: nn.Module) -> list[str]:
             and name not in vars(nn.Module)
         }
     )
+
+
+def _refuse_writes(method: str) -> NoReturn:
+    raise ConfigurationError([_LOST.format(method)])
+
+
+_LOST = (
+    "{} writes into parameters while they are gathered, and the change would be lost. Write in a hook, such as "
+    "on_train_batch_end, where parameters are their shards; give layers=[], with which the step keeps what is written; "
+    "or use zero1_custom"
+)

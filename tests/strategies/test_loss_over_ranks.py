@@ -91,6 +91,31 @@ class SumOfShuffled(ByteGPT):
         return (outputs * outputs[torch.randperm(len(outputs))]).sum()
 
 
+class SumsByHand(SumOfDrawn):
+    """Goes backward by itself, from two losses, and then optimizes with another one."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        self.toggle_optimizer(optimizer)
+        optimizer.zero_grad()
+        loss = self.loss(batch[0])
+        self.manual_backward(loss)
+        self.manual_backward(0.5 * ByteGPT.loss(self, batch[0]))
+        self.clip_gradients(optimizer, gradient_clip_val=0.5)
+        optimizer.step()
+        self.untoggle_optimizer(optimizer)
+        return loss.detach()
+
+
+class MeansByHand(SumsByHand):
+    def loss(self, tokens: Tensor) -> Tensor:
+        return self.drawn(tokens).mean()
+
+
 class FailsOnParts(ByteGPT):
     """A step that is written for one size of batches."""
 
@@ -171,6 +196,7 @@ GRADIENTS = "the gradient of a batch is not the mean of those of its parts"
         (NotANumberInEvaluation, SUM),
         (SumOfDrawn, SUM),
         (ComparesDrawn, OTHER),
+        (SumsByHand, OTHER),
     ],
 )
 @pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom", "fsdp_tp_custom"])
@@ -230,6 +256,7 @@ def test_statistics_of_batches_are_told(ranks: Any, make: Any) -> None:
         ComparesAllSamples,
         DrawsNoise,
         MeanOfDrawn,
+        MeansByHand,
         SumOfShuffled,
         FailsOnParts,
         MeansInTraining,

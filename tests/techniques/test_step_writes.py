@@ -241,8 +241,8 @@ class Pairs(ByteGPT):
 def pairs(way: str, strategy: str, num_ranks: int) -> Any:
     try:
         return train_module(lambda: Pairs(way), batches("byte_gpt", num_ranks, STEPS), strategy, num_ranks)
-    except RuntimeError as error:
-        return str(error)
+    except ConfigurationError as error:
+        return error.violations[0]
 
 
 @pytest.mark.parametrize("way", ["assigned", "in place", "counted"])

@@ -12,14 +12,15 @@ import torch
 
 from lightning_parallel import ConfigurationError
 from lightning_parallel.errors import FirstStepError
+from tests.jobs.first_steps import said
 from tests.names import num_readers
 from tests.parity import Outcome, Recorder, is_moving, largest, make_trainer
 from tests.rank_pool import RankError
-from tests.zoo import decoders, encoders, images, others
+from tests.zoo import decoders, encoders, images, others, published, series
 from tests.zoo.registry import ZOO
-from tests.zoo.steps import loader_of
+from tests.zoo.steps import FrozenStatistics, Published, loader_of
 
-FILES = (decoders, encoders, images, others)
+FILES = (decoders, encoders, images, others, published, series)
 """They enter their modules in `ZOO` where they are imported."""
 
 NAMES = ("ddp_custom", "zero1_custom", "fsdp_custom", "tp_custom", "cp_custom", "pp_custom")
@@ -33,6 +34,9 @@ SMALLEST = 1e-3
 """Of the largest change in the model: tensors that change less are compared with this. Some have no gradient but what
 rounding leaves, such as the biases of keys."""
 
+SAYS = ("the loss", "the gradient", "behind the first steps", "in step")
+"""What is said of numbers that are not those of one process begins so."""
+
 DEFECTS = ("wrong", "hangs", "crashes", "differs")
 """What a cell should not be."""
 
@@ -40,8 +44,11 @@ ORDER = ("crashes", "differs", "refused")
 """Of what is said where ranks say different things: the first of these is the worst."""
 
 
-def train(module: str, name: str, num_ranks: int) -> Outcome:
-    """A few steps under a name; on every rank of a pool, or in one process with ``"auto"``."""
+def train(module: str, name: str, num_ranks: int) -> tuple[Outcome, list[str]]:
+    """A few steps under a name, and what is said of numbers that differ.
+
+    On every rank of a pool, or in one process with ``"auto"``.
+    """
     from lightning_parallel import build_strategy, full_state_dict
 
     with warnings.catch_warnings():
@@ -49,13 +56,16 @@ def train(module: str, name: str, num_ranks: int) -> Outcome:
         L.seed_everything(3, verbose=False)
         built, recorder = ZOO[module].build(), Recorder()
         strategy: Any = "auto" if name == "auto" else build_strategy(name)
-        trainer = make_trainer(strategy, num_ranks, callbacks=[recorder])
-        trainer.fit(built, loader_of(built, num_readers(name.partition(":")[0], num_ranks)))
+        trainer = make_trainer(strategy, num_ranks, callbacks=[FrozenStatistics(), recorder])
+        readers = 1 if name == "auto" else num_readers(name.partition(":")[0], num_ranks)
+        module = built.module if isinstance(built, Published) else built
+        with said(*SAYS) as found:
+            trainer.fit(module, loader_of(built, readers))
         recorder.outcome.final = full_state_dict(trainer)
-        return recorder.outcome
+        return recorder.outcome, found
 
 
-def try_to_train(module: str, name: str, num_ranks: int) -> tuple[str, Outcome | str]:
+def try_to_train(module: str, name: str, num_ranks: int) -> tuple[str, Any]:
     """The same on a rank: ``"runs"`` and what came of it, or another word and what was said."""
     try:
         return "runs", train(module, name, num_ranks)
@@ -70,7 +80,7 @@ def try_to_train(module: str, name: str, num_ranks: int) -> tuple[str, Outcome |
 @functools.cache
 def reference(module: str) -> Outcome:
     """In one process, once a session."""
-    outcome = train(module, "auto", 1)
+    outcome, _ = train(module, "auto", 1)
     assert is_moving(outcome)
     assert all(torch.isfinite(torch.tensor(outcome.losses)))
     return outcome
@@ -96,19 +106,23 @@ def run_cell(ranks: Any, module: str, name: str) -> tuple[str, str]:
     """Train a module under a name on two ranks of a pool.
 
     Returns:
-        ``"runs"`` and the largest relative difference; or ``"refused"``, ``"wrong"``, ``"differs"`` (which the package
-        itself found in the first step), ``"crashes"`` or ``"hangs"`` and what was said.
+        ``"runs"`` and the largest relative difference; ``"told"`` and what is said of a larger one, such as a sum over
+        samples, whose mean over ranks is no loss of one process; or ``"refused"``, ``"wrong"``, ``"differs"`` (which
+        the package itself found in the first step), ``"crashes"`` or ``"hangs"`` and what was said.
     """
     expected = reference(module)
     try:
         answers = ranks(2).run(try_to_train, module, name, 2)
     except RankError as error:
         return "hangs", str(error)
-    said = [answer for answer in answers if answer[0] != "runs"]
-    if said:
+    ended = [answer for answer in answers if answer[0] != "runs"]
+    if ended:
         if any(word != "refused" for word, _ in answers):
             ranks(2).close()  # the next cell finds a new pair, whatever the error left behind
-        word, text = min(said, key=lambda answer: ORDER.index(answer[0]))
+        word, text = min(ended, key=lambda answer: ORDER.index(answer[0]))
         return word, str(text)
-    difference = relative_difference(answers[0][1], expected)
-    return "runs" if difference <= TOLERANCE else "wrong", f"relative difference {difference:.0e}"
+    outcome, told = answers[0][1]
+    difference = relative_difference(outcome, expected)
+    if difference <= TOLERANCE:
+        return "runs", f"relative difference {difference:.0e}"
+    return ("told", told[0]) if told else ("wrong", f"relative difference {difference:.0e}")

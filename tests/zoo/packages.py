@@ -12,9 +12,9 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 @cache
 def pinned() -> dict[str, str]:
-    """The packages of the extra `zoo`, and their versions."""
-    requirements = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]["zoo"]
-    return dict(requirement.split("==") for requirement in requirements)
+    """The packages of the extras `zoo` and `published`, and their versions."""
+    extras = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]
+    return dict(requirement.split("==") for requirement in [*extras["zoo"], *extras["published"]])
 
 
 @cache

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.zoo.steps import Training
+from tests.zoo.steps import Published, Training
+
+Build = Callable[[], Training | Published]
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class Entry:
         packages: What has to be installed for it.
     """
 
-    build: Callable[[], Training]
+    build: Build
     packages: tuple[str, ...]
 
 
@@ -25,10 +27,10 @@ ZOO: dict[str, Entry] = {}
 """Name -> module; the files of models beside this one fill it."""
 
 
-def of(*packages: str) -> Callable[[Callable[[], Training]], Callable[[], Training]]:
+def of(*packages: str) -> Callable[[Build], Build]:
     """Enter a module that needs these packages, under the name of the function that builds it."""
 
-    def enter(build: Callable[[], Training]) -> Callable[[], Training]:
+    def enter(build: Build) -> Build:
         assert build.__name__ not in ZOO
         ZOO[build.__name__] = Entry(build, packages)
         return build

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,7 +23,7 @@ class Training(L.LightningModule):
     """A model and its optimizer.
 
     SGD, since a gradient that is too large or too small by a factor moves the weights by that factor: Adam divides it
-    away. Statistics of batches are frozen: those of a part of a batch are others by definition.
+    away.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -32,11 +33,6 @@ class Training(L.LightningModule):
     def samples(self, number: int, generator: torch.Generator) -> tuple[Tensor, ...]:
         """What the data has for each sample, `number` of them."""
         raise NotImplementedError
-
-    def on_train_epoch_start(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.eval()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
@@ -147,7 +143,41 @@ class Custom(Training):
         return loss
 
 
-def loader_of(module: Training, readers: int) -> DataLoader[Any]:
+class Published:
+    """A LightningModule as others have written it, but for its optimizer, which is that of `Training`.
+
+    Args:
+        module: The module; one that optimizes by itself keeps its optimizers.
+        samples: Its samples.
+        collate: Makes a batch of some; torch's own by itself.
+    """
+
+    def __init__(
+        self, module: L.LightningModule, samples: Sequence[Any], collate: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.module, self.samples, self.collate = module, samples, collate
+        for part in module.modules():
+            if isinstance(part, nn.Dropout | nn.MultiheadAttention | nn.LSTM):
+                setattr(part, "p" if isinstance(part, nn.Dropout) else "dropout", 0.0)
+        if module.automatic_optimization:
+            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            module.configure_optimizers = lambda: torch.optim.SGD(trained, lr=0.02, momentum=0.9)  # type: ignore[method-assign]
+
+
+class FrozenStatistics(Callback):
+    """Statistics of batches are frozen: those of a part of a batch are others by definition."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for module in pl_module.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+
+
+def loader_of(built: Training | Published, readers: int) -> DataLoader[Any]:
     """The batches of ranks of which `readers` read different samples; Lightning deals the samples out."""
-    data = TensorDataset(*module.samples(STEPS * GLOBAL_BATCH, torch.Generator().manual_seed(7)))
-    return DataLoader(data, batch_size=GLOBAL_BATCH // readers, shuffle=False)
+    size = GLOBAL_BATCH // readers
+    if isinstance(built, Published):
+        samples: Any = built.samples
+        return DataLoader(samples, batch_size=size, shuffle=False, collate_fn=built.collate)
+    data = TensorDataset(*built.samples(STEPS * GLOBAL_BATCH, torch.Generator().manual_seed(7)))
+    return DataLoader(data, batch_size=size, shuffle=False)
