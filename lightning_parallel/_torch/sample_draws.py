@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ class SampleDraws:
 
     def __init__(self, number: int, unchanged: Unchanged) -> None:
         self._number, self._unchanged = number, unchanged
-        self._kept: list[tuple[str, Tensor]] = []
+        self._kept: list[tuple[Draw, Tensor]] = []
+        self.parted = False
+        """Whether a step on a part has drawn otherwise than that on all samples, or more often, or less."""
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
@@ -42,27 +45,29 @@ class SampleDraws:
     def handing_out(self, first: int, number: int) -> Iterator[None]:
         """Inside this context, a step on a part draws what its samples have drawn before.
 
-        Where it draws otherwise than before, it draws from the generators, whose state then shows it.
-
         Args:
             first: The first sample of the part.
             number: The number of its samples.
         """
         draws = iter(self._kept)
 
-        def hand_out(name: str, draw: Callable[[], Tensor]) -> Tensor:
+        def hand_out(draw: Draw) -> Tensor:
             with self._unchanged():
-                result = draw()
-            kept_name, kept = next(draws, ("", result))
-            values = self._rows(kept, result, first, number) if kept_name == name else None
-            return draw() if values is None else result.copy_(values)
+                result = draw.run()
+            kept_draw, kept = next(draws, (draw, None))
+            values = None
+            if kept is not None and (kept_draw.name, kept_draw.numbers) == (draw.name, draw.numbers):
+                values = self._rows(kept, result, first, number)
+            self.parted |= values is None
+            return result if values is None else result.copy_(values)
 
         with _Draws(hand_out):
             yield
+        self.parted |= next(draws, None) is not None
 
-    def _keep(self, name: str, draw: Callable[[], Tensor]) -> Tensor:
-        result = draw()
-        self._kept.append((name, result.detach().clone()))
+    def _keep(self, draw: Draw) -> Tensor:
+        result = draw.run()
+        self._kept.append((draw, result.detach().clone()))
         return result
 
     def _rows(self, kept: Tensor, result: Tensor, first: int, number: int) -> Tensor | None:
@@ -78,22 +83,38 @@ class SampleDraws:
         return kept.narrow(dim, first, number)
 
 
+@dataclass(frozen=True)
+class Draw:
+    """An operation that draws.
+
+    Args:
+        name: Its name.
+        numbers: What it was given beside shapes and tensors, such as the number below which it draws.
+        run: Draws.
+    """
+
+    name: str
+    numbers: tuple[float, ...]
+    run: Callable[[], Tensor]
+
+
 class _Draws(TorchDispatchMode):
-    """Lets `instead` draw, which is given the name of an operation and a function that does it.
+    """Lets `instead` draw.
 
     `torch.utils._python_dispatch.TorchDispatchMode`, since 1.12, and the schema of an operation, `_schema`, have no
     public spelling.
     """
 
-    def __init__(self, instead: Callable[[str, Callable[[], Tensor]], Tensor]) -> None:
+    def __init__(self, instead: Callable[[Draw], Tensor]) -> None:
         super().__init__()
         self._instead = instead
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def draw() -> Any:
+        def run() -> Any:
             return func(*args, **(kwargs or {}))
 
         name = func._schema.name.removeprefix("aten::").removesuffix("_")
         if torch.Tag.nondeterministic_seeded not in func.tags or name not in _OF_EACH:
-            return draw()
-        return self._instead(func._schema.name, draw)
+            return run()
+        numbers = tuple(each for each in args if isinstance(each, int | float))
+        return self._instead(Draw(func._schema.name, numbers, run))

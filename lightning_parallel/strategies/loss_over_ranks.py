@@ -79,6 +79,8 @@ def other_loss(trial: LossTrial, group: dist.ProcessGroup, tolerance: Tolerance,
 
 def _words_of(trial: LossTrial, num_ranks: int, tolerance: Tolerance, *, has_gradients: bool) -> str:
     near = tolerance.value
+    if any(of_all_ranks(trial.fails)):  # before a step runs, in which ranks may meet
+        return ""
     first = trial.losses_of(trial.parts[:1])
     if any(of_all_ranks(trial.has_no_loss)):
         trial.compute_as_in_training()
@@ -94,6 +96,8 @@ def _words_of(trial: LossTrial, num_ranks: int, tolerance: Tolerance, *, has_gra
     if any(of_all_ranks(trial.may_differ(losses, near))):
         whole = trial.losses_of([trial.samples])[0]
         words = "" if trial.is_in_vain else _words(whole, losses, num_ranks, near)
+        if trial.hands_out and words and not words.startswith(_SUM[: _SUM.index("{")]):
+            words, trial.fails = "", True  # so do numbers that go to other samples than they were drawn for
     if has_gradients and not any(of_all_ranks(words)):
         found = trial.differing_gradients(more_than=max(_SAME_GRADIENT, tolerance.gradient))
         names = first_of(sorted(found, key=lambda name: -found[name]))
@@ -148,6 +152,7 @@ class LossTrial:
         self._batch = batch = next(iter(plain.given[0]), None)
         self.samples, self.parts = _cut(batch, _MOST_SAMPLES)
         self._draws: _torch.sample_draws.SampleDraws | None = None
+        self._num_backwards: int | None = None
         # That of another run, which differs where a layer does something else in training: then, the whole is run, too.
         is_comparable = self.samples.batch is batch and not plain.draws and plain.optimizers is None
         self._known = float(loss) if is_comparable and loss is not None and loss.numel() == 1 else None
@@ -165,6 +170,11 @@ class LossTrial:
     def is_in_vain(self) -> bool:
         """Whether parts of the batch say nothing."""
         return self.fails or self.meets
+
+    @property
+    def hands_out(self) -> bool:
+        """Whether parts get the random numbers of all samples."""
+        return self._draws is not None
 
     def compute_as_in_training(self) -> None:
         """Begin again in training, for steps whose module computes no loss in evaluation, as detectors do."""
@@ -200,7 +210,7 @@ class LossTrial:
             more_than: The share from which on they differ.
         """
         samples, parts = _cut(self._batch, _MOST_FOR_GRADIENTS)
-        if self.is_in_vain or not parts:
+        if self.is_in_vain or self.hands_out or not parts:
             return {}
         self.plain.take_gradients()
         self._loss_of(samples, 1.0)
@@ -227,7 +237,7 @@ class LossTrial:
         )
         with draws:
             value = self._run(samples, times)
-        self.fails |= self.plain.draws or self.has_no_loss
+        self.fails |= self.plain.draws or self.has_no_loss or (self._draws is not None and self._draws.parted)
         return math.nan if self.is_in_vain else value
 
     def _run(self, samples: _Samples, times: float = 0.0) -> float:
@@ -236,7 +246,8 @@ class LossTrial:
         self._before.restore()
         try:
             self.set_mode(plain.module)
-            with _torch.groups.collectives_checked(self._note_meeting):
+            # What is compiled for the first time under a mode is never compiled again.
+            with torch.compiler.set_stance("force_eager"), _torch.groups.collectives_checked(self._note_meeting):
                 loss = self._loss((samples.batch, *plain.given[0][1:]), plain.given[1], times)
         except Exception:  # of the user's code, to which a part of a batch, or the mode, is news
             loss = None
@@ -251,7 +262,9 @@ class LossTrial:
             return self.plain.run_forward(args, kwargs, times).loss
         optimizers.begin(runs_backward=False)
         self.plain.run_forward(args, kwargs)
-        return torch.stack(optimizers.losses).sum()
+        number, self._num_backwards = self._num_backwards, len(optimizers.losses)
+        # A step that cuts its batch by itself goes backward less often on a part of it.
+        return None if number not in (None, self._num_backwards) else torch.stack(optimizers.losses).sum()
 
     def _without_backward(self) -> contextlib.AbstractContextManager[object]:
         # A step that goes backward by itself may ask for gradients of its inputs, too.

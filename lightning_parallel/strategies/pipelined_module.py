@@ -131,7 +131,8 @@ class PipelinedModule:
         """Run the step `name` on the whole `batch` of this rank. A collective of the pipeline."""
         if _ALONE.format(name) in self._looked_at:
             return self._cut_steps[name].run_alone(batch, *args)
-        if not any(tensor.ndim for tensor in tensors_of(batch)):
+        is_alone = self._all_ranks.size() == self._cut.group.size()  # all ranks have this batch
+        if is_alone and not any(tensor.ndim for tensor in tensors_of(batch)):
             return self._run_out_of_order(name, _NO_SAMPLES.format(type(batch).__name__), batch, args)
         size = batch_size_of(batch)
         count = self._counts.in_training(size) if name == TRAINING else self._counts.in_evaluation(size)
@@ -234,8 +235,8 @@ class PipelinedModule:
             try:
                 if not disorder:
                     traced = trace_positions(module, router, name, step)
-            except DisorderError as error:
-                disorder = str(error)
+            except Exception as error:
+                disorder = _disorder_of(error, name, part)
         # On one rank that reads, perhaps, by its samples: all of them choose alike.
         found = torch.tensor([draws.found, traced is not None, bool(disorder)], dtype=torch.uint8)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._all_ranks)
@@ -285,16 +286,19 @@ def _time_layers(clock: StepClock, step: CutStep, cut: CutStack, logs: StepLogs,
 
 
 def _trace(cut: CutStack, step: CutStep, part: Any, args: Any) -> None:
-    """Run a step on a microbatch. An error may come of what goes whole into it, if anything does."""
-    try:
-        output = cut.router.returned(step.step(with_own_containers(part), *args))
-    except Exception as error:
-        whole, said = whole_in_parts(part), str(error).replace("; ", ", ")
-        if not whole or isinstance(error, ConfigurationError):
-            raise
-        raise DisorderError([_NOT_CUT.format(step.name, whole, type(error).__name__, said)]) from error
+    output = cut.router.returned(step.step(with_own_containers(part), *args))
     if step.name == TRAINING:
         loss_in(output)
+
+
+def _disorder_of(error: Exception, name: str, part: Any) -> str:
+    """The reason why no schedule fits a step that has ended so on a microbatch; raises the error if it is none."""
+    if isinstance(error, DisorderError):
+        return str(error)
+    whole = whole_in_parts(part)
+    if not whole or isinstance(error, ConfigurationError):
+        raise error
+    return _NOT_CUT.format(name, whole, type(error).__name__, str(error).replace("; ", ", "))
 
 
 def _next_seed() -> int:

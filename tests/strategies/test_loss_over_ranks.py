@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parallel import build_strategy
@@ -75,12 +76,53 @@ class MeanOfDrawn(SumOfDrawn):
         return self.drawn(tokens).mean()
 
 
-class ComparesDrawn(SumOfDrawn):
-    """A mean of losses, of which each is of two samples."""
+class DrawsForEach(SumOfDrawn):
+    """A mean over samples, for each of which it draws by itself."""
 
     def loss(self, tokens: Tensor) -> Tensor:
-        values = self.drawn(tokens)
-        return (values * values.flip(0)).mean()
+        return torch.stack([value * (1 + torch.rand(())) for value in self.model(tokens).square().mean((1, 2))]).mean()
+
+
+class SortsDrawn(SumOfDrawn):
+    """A mean over samples that draws for them in another order."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        values = self.model(tokens).square().mean((1, 2))
+        values = values[torch.rand(len(values)).argsort()] + values.sort().values
+        return (values * torch.rand(len(values))).mean()
+
+
+class DrawsAgain(SumOfDrawn):
+    """A mean over samples that draws under a checkpoint, which runs again in backward."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return checkpoint(
+            lambda values: (values * torch.rand_like(values)).mean(), self.model(tokens), use_reentrant=False
+        )
+
+
+class DrawsIndices(SumOfDrawn):
+    """Draws samples by their numbers."""
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        return self.drawn(tokens)[torch.randint(len(tokens), (len(tokens),))].mean()
+
+
+class CutsByHand(ByteGPT):
+    """Accumulates gradients of two parts of two samples in its step."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        losses = [self.loss(part) for part in batch[0].split(2)]
+        for loss in losses:
+            self.manual_backward(loss / 2)
+        optimizer.step()
+        return torch.stack(losses).mean().detach()
 
 
 class SumOfShuffled(ByteGPT):
@@ -104,7 +146,7 @@ class SumsByHand(SumOfDrawn):
         optimizer.zero_grad()
         loss = self.loss(batch[0])
         self.manual_backward(loss)
-        self.manual_backward(0.5 * ByteGPT.loss(self, batch[0]))
+        self.manual_backward(0.5 * self.loss(batch[0]))
         self.clip_gradients(optimizer, gradient_clip_val=0.5)
         optimizer.step()
         self.untoggle_optimizer(optimizer)
@@ -195,8 +237,7 @@ GRADIENTS = "the gradient of a batch is not the mean of those of its parts"
         (FailsInEvaluation, SUM),
         (NotANumberInEvaluation, SUM),
         (SumOfDrawn, SUM),
-        (ComparesDrawn, OTHER),
-        (SumsByHand, OTHER),
+        (SumsByHand, SUM),
     ],
 )
 @pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom", "fsdp_tp_custom"])
@@ -257,6 +298,11 @@ def test_statistics_of_batches_are_told(ranks: Any, make: Any) -> None:
         DrawsNoise,
         MeanOfDrawn,
         MeansByHand,
+        CutsByHand,
+        DrawsForEach,
+        SortsDrawn,
+        DrawsAgain,
+        DrawsIndices,
         SumOfShuffled,
         FailsOnParts,
         MeansInTraining,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -135,10 +135,10 @@ def cut_batch(batch: Any, batch_size: int, count: int) -> list[Any]:
 
 def whole_in_parts(batch: Any) -> str:
     """The class of the first object of a batch that `cut_batch` leaves whole, such as a graph; empty without one."""
-    if isinstance(batch, dict | list | tuple):
-        values: Iterable[Any] = batch.values() if isinstance(batch, dict) else batch
-    elif is_dataclass(batch):
-        values = [getattr(batch, field.name) for field in fields(batch)]
+    if isinstance(batch, Mapping | list | tuple):
+        values: Iterable[Any] = batch.values() if isinstance(batch, Mapping) else batch
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        values = [getattr(batch, field.name, None) for field in fields(batch)]
     else:
         is_value = batch is None or isinstance(batch, Tensor | str | bytes | int | float)
         return "" if is_value else type(batch).__name__
