@@ -108,21 +108,34 @@ class DrawsIndices(SumOfDrawn):
         return self.drawn(tokens)[torch.randint(len(tokens), (len(tokens),))].mean()
 
 
-class CutsByHand(ByteGPT):
-    """Accumulates gradients of two parts of two samples in its step."""
+class ByHand(ByteGPT):
+    """Goes backward by itself, from one loss or several."""
 
     def __init__(self, optimizer: str = "sgd") -> None:
         super().__init__(optimizer)
         self.automatic_optimization = False
 
+    def losses(self, tokens: Tensor) -> list[Tensor]:
+        return [self.loss(tokens)]
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         optimizer: Any = self.optimizers()
+        self.toggle_optimizer(optimizer)
         optimizer.zero_grad()
-        losses = [self.loss(part) for part in batch[0].split(2)]
+        losses = self.losses(batch[0])
         for loss in losses:
-            self.manual_backward(loss / 2)
+            self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5)
         optimizer.step()
-        return torch.stack(losses).mean().detach()
+        self.untoggle_optimizer(optimizer)
+        return torch.stack(losses).sum().detach()
+
+
+class CutsByHand(ByHand):
+    """Accumulates gradients of two parts of two samples in its step."""
+
+    def losses(self, tokens: Tensor) -> list[Tensor]:
+        return [self.loss(part) / 2 for part in tokens.split(2)]
 
 
 class SumOfShuffled(ByteGPT):
@@ -133,24 +146,9 @@ class SumOfShuffled(ByteGPT):
         return (outputs * outputs[torch.randperm(len(outputs))]).sum()
 
 
-class SumsByHand(SumOfDrawn):
-    """Goes backward by itself, from two losses, and then optimizes with another one."""
-
-    def __init__(self, optimizer: str = "sgd") -> None:
-        super().__init__(optimizer)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        optimizer: Any = self.optimizers()
-        self.toggle_optimizer(optimizer)
-        optimizer.zero_grad()
-        loss = self.loss(batch[0])
-        self.manual_backward(loss)
-        self.manual_backward(0.5 * self.loss(batch[0]))
-        self.clip_gradients(optimizer, gradient_clip_val=0.5)
-        optimizer.step()
-        self.untoggle_optimizer(optimizer)
-        return loss.detach()
+class SumsByHand(SumOfDrawn, ByHand):
+    def losses(self, tokens: Tensor) -> list[Tensor]:
+        return [self.loss(tokens), 0.5 * self.loss(tokens)]
 
 
 class MeansByHand(SumsByHand):
@@ -264,20 +262,8 @@ class NormalizesBatches(ByteGPT):
         return next_token_loss(self.frozen(self.norm(self.model(tokens).mT)).mT, tokens)
 
 
-class NormalizesByHand(NormalizesBatches):
+class NormalizesByHand(NormalizesBatches, ByHand):
     """The same under manual optimization."""
-
-    def __init__(self, optimizer: str = "sgd") -> None:
-        super().__init__(optimizer)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch[0])
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss.detach()
 
 
 @pytest.mark.parametrize("make", [NormalizesBatches, NormalizesByHand])
