@@ -108,6 +108,10 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "sampler": "lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper",
         "trainer.fit_loop": f"{LOOPS}fit_loop._FitLoop",
     },
+    "_lightning/resuming.py": {
+        "connector": f"{CONNECTORS}checkpoint_connector._CheckpointConnector",
+        "trainer": "lightning.pytorch.Trainer",
+    },
     "_lightning/signals.py": {
         "loop": f"{LOOPS}training_epoch_loop._TrainingEpochLoop",
         "thread": "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver",

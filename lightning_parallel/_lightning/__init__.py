@@ -40,6 +40,7 @@ from lightning_parallel._lightning import epochs as epochs
 from lightning_parallel._lightning import fetchers as fetchers
 from lightning_parallel._lightning import logs as logs
 from lightning_parallel._lightning import metrics as metrics
+from lightning_parallel._lightning import resuming as resuming
 from lightning_parallel._lightning import signals as signals
 
 if TYPE_CHECKING:

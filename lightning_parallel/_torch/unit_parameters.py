@@ -77,6 +77,20 @@ def train_gathered(shard: Tensor) -> None:
         parameter._unsharded_param.requires_grad_(shard.requires_grad)
 
 
+def keeps_gradient(shard: Tensor) -> bool:
+    """Whether the gathered form of a shard keeps a gradient that is not reduced yet.
+
+    `FSDPParam.unsharded_accumulated_grad`, since 2.4; since 2.15 the gathered form's own is meant by it.
+
+    Args:
+        shard: Any DTensor.
+    """
+    parameter = _gathered.get(id(shard))
+    if parameter is None or parameter.sharded_param is not shard or not hasattr(parameter, "_unsharded_param"):
+        return False
+    return parameter._unsharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None
+
+
 class GatheredParameter:
     """A parameter of a unit, and what a step has written into its gathered form.
 

@@ -24,6 +24,7 @@ _LEFT = frozenset({"__get__", "__delete__", "backward", "grad", "equal", "detach
 """Functions that compute nothing with values, or that need the very tensors they are given, as do those of lists, whose
 names begin with an underscore."""
 _SET_TRAINED = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_GET_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__
 _TRANSPOSING = frozenset({"t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_", "resize_"})
 _BY_PARTS = frozenset(
     {"abs", "clone", "isfinite", "max", "mean", "min", "mul", "norm", "pow", "square", "sum", "to", "vector_norm"}
@@ -38,6 +39,7 @@ _CANNOT = (
     "Cross device mesh",  # since 2.15, of what 2.13 calls different meshes
     "Sharding propagation failed",
     "sharding strategy",
+    "in-place operations that require placement changes",
     "_StridedShard",
 )
 """Words with which torch refuses an operation on DTensors, before it has done anything."""
@@ -45,7 +47,10 @@ _CANNOT = (
 
 @contextlib.contextmanager
 def operands_made_whole(
-    is_active: Callable[[], bool], whole: Callable[[DTensor], Tensor], part: Callable[[Tensor, DTensor], Tensor]
+    is_active: Callable[[], bool],
+    whole: Callable[[DTensor], Tensor],
+    part: Callable[[Tensor, DTensor], Tensor],
+    tell_kept: Callable[[], None],
 ) -> Iterator[None]:
     """Inside this context, what torch cannot compute with DTensors is computed with whole tensors.
 
@@ -61,6 +66,7 @@ def operands_made_whole(
         is_active: Whether user code runs just now.
         whole: From a DTensor to its whole value as a plain tensor, in the graph of autograd. A collective.
         part: From a whole, plain tensor and a DTensor of its shape, to the former in the form of the latter.
+        tell_kept: Called where user code asks for a gradient that is not reduced yet, and finds none.
     """
 
     def called(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,8 +78,11 @@ def operands_made_whole(
             result = _Call(function, name, args, kwargs, whole, part).result()
         # Through a reference from before the step, such as those in optimizers, while the gathered form is computed
         # with.
-        if name == "requires_grad_" or function is _SET_TRAINED:
+        if name == "requires_grad_" or function == _SET_TRAINED:
             unit_parameters.train_gathered(args[0])
+        is_missing = result is None and function == _GET_GRADIENT and unit_parameters.keeps_gradient(args[0])
+        if is_missing and not _is_internal(inspect.currentframe()) and is_active():
+            tell_kept()
         return result
 
     _installed.append(classmethod(called))

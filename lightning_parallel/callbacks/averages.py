@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lightning_parallel.checkpoint.full_state import whole
+from lightning_parallel.checkpoint.stored_tensors import StoredTensors
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.ranks.dtensors import local_of
 from lightning_parallel.ranks.stage_owners import StageOwners, stage_owners_of
@@ -37,10 +38,17 @@ class Averages:
         self._is_wide = is_wide
         self.tensors: dict[str, Tensor] = {}
         self._owners: dict[str, StageOwners | None] = {}
+        self._stored: StoredTensors | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether values are in memory, and not in files from which `place` reads them."""
+        return self._stored is None
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take whole tensors in the place of what there is."""
-        self.tensors, self._owners = dict(tensors), {}
+        """Take whole tensors in the place of what there is, or those of files, of which each rank reads its parts."""
+        self._stored = tensors if isinstance(tensors, StoredTensors) else None
+        self.tensors, self._owners = tensors.described() if isinstance(tensors, StoredTensors) else dict(tensors), {}
 
     def begin(self, name: str, parameter: Tensor) -> None:
         """Begin an average with the value of `parameter`."""
@@ -81,9 +89,13 @@ class Averages:
             parameters: Those that the module has now.
             leave_out: Names of averages that are dropped.
         """
-        kept = [name for name in self.tensors if name not in leave_out]
-        self.tensors = {name: self._in_form_of(name, parameters[name]) for name in kept}
-        self._owners = {name: stage_owners_of(parameters[name]) for name in kept}
+        kept = {name: parameters[name] for name in self.tensors if name not in leave_out}
+        owners = {name: stage_owners_of(parameter) for name, parameter in kept.items()}
+        if self._stored is not None:
+            self.tensors |= _read(self._stored, kept)
+            self._stored, self._owners = None, owners
+        self.tensors = {name: self._in_form_of(name, parameter) for name, parameter in kept.items()}
+        self._owners = owners
 
     def follow(self, parameters: Mapping[str, Tensor]) -> bool:
         """Do so where a parameter has moved to another stage, as the first step of a pipeline may show.
@@ -112,6 +124,8 @@ class Averages:
 
     def whole(self, name: str) -> Tensor:
         """The whole average of a parameter, in host memory. A collective."""
+        if self._stored is not None:
+            return self._stored[name]  # type: ignore[no-any-return]
         return whole(self.tensors[name], self._owners.get(name))
 
     def to_host(self) -> None:
@@ -139,6 +153,18 @@ class Averages:
 
     def _dtype_for(self, parameter: Tensor) -> torch.dtype:
         return torch.float32 if self._is_wide and parameter.dtype.itemsize < 4 else parameter.dtype
+
+
+def _read(stored: StoredTensors, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The stored averages of parameters, in their form; none where a rank has nothing of one."""
+    reads: dict[str, Tensor] = {}
+    parts = {
+        name: stored.part_like(name, parameter, reads)
+        for name, parameter in parameters.items()
+        if not is_placeholder(parameter)
+    }
+    stored.folder.read(reads)
+    return parts
 
 
 def _ranks(owners: StageOwners | None) -> Any:

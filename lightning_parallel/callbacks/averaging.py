@@ -15,7 +15,8 @@ from typing_extensions import override
 
 from lightning_parallel.callbacks.averages import Averages
 from lightning_parallel.callbacks.non_finite import has_skipped_batch
-from lightning_parallel.callbacks.strategy_protocol import refuse
+from lightning_parallel.callbacks.strategy_protocol import refuse, writes_parts
+from lightning_parallel.checkpoint.callback_tensors import TensorsOfRanks
 from lightning_parallel.checkpoint.full_state import first_names
 from lightning_parallel.checkpoint.full_state import full_state_dict as whole_model
 from lightning_parallel.errors import check
@@ -23,6 +24,7 @@ from lightning_parallel.techniques.sharding import reshard_units
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import Strategy
 
 
 class ExponentialMovingAverage(Callback):
@@ -36,7 +38,8 @@ class ExponentialMovingAverage(Callback):
     away.
 
     Training goes on from the raw weights, which are also those of checkpoints; the average is in the callback's own
-    state there, whole, and goes on under any strategy and number of ranks. Validation during ``fit`` sees the average
+    state there, whole (in the sharded form, each rank writes and reads its part), and goes on under any strategy and
+    number of ranks. Validation during ``fit`` sees the average
     in the parameters' place, and so do ``validate``, ``test`` and ``predict`` of the same module afterwards, or with a
     checkpoint that has an average. Buffers are not averaged. A later fit of the same module goes on with its average.
 
@@ -75,6 +78,7 @@ class ExponentialMovingAverage(Callback):
         self._is_loaded = False
         self._keeps = True
         self._module: weakref.ref[nn.Module] | None = None
+        self._strategy: weakref.ref[Strategy] | None = None
 
     def full_state_dict(self, trainer: Trainer) -> dict[str, Tensor]:
         """The module's ``state_dict()`` with averages in place of weights, on the host of rank 0; ``{}`` elsewhere.
@@ -101,23 +105,21 @@ class ExponentialMovingAverage(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        if writes_parts(self._strategy and self._strategy()) and self._average.is_here:
+            return {"average": TensorsOfRanks(self._average.tensors), "steps": self._steps}
         # Each of these is a gather on every rank. Only rank 0 writes the file, so only it keeps whole tensors.
-        average = {}
-        for name in self._average.tensors:
-            gathered = self._average.whole(name)
-            if self._keeps:
-                average[name] = gathered
-        return {"average": average, "steps": self._steps}
+        whole = ((name, self._average.whole(name)) for name in self._average.tensors)
+        return {"average": {name: value for name, value in whole if self._keeps}, "steps": self._steps}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._average.load(state_dict["average"])  # whole; cut once the module is what it will be
+        self._average.load(state_dict["average"])  # whole, or in files; cut once the module is what it will be
         self._steps = state_dict["steps"]
         self._is_loaded = True
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._keeps = trainer.is_global_zero
+        self._keeps, self._strategy = trainer.is_global_zero, weakref.ref(trainer.strategy)
         self._is_loaded = False
         if self._module is None or self._module() is not pl_module:
             self._module = weakref.ref(pl_module)

@@ -70,6 +70,15 @@ class PlansModules(Protocol):
 
 
 @runtime_checkable
+class WritesParts(Protocol):
+    """A strategy whose checkpoints may have the tensors of each rank."""
+
+    @property
+    def writes_parts(self) -> bool:
+        """Whether the checkpoint that is being made is one."""
+
+
+@runtime_checkable
 class MeetsForBatches(Protocol):
     """A strategy that ends epochs on all ranks together."""
 
@@ -157,6 +166,11 @@ def num_local_processes(trainer: Trainer) -> int:
     """Processes on this machine."""
     strategy = trainer.strategy
     return max(1, strategy.num_processes) if isinstance(strategy, PlannedSteps) else 1
+
+
+def writes_parts(strategy: object) -> bool:
+    """Whether the checkpoint that `strategy` is making has the tensors of each rank."""
+    return isinstance(strategy, WritesParts) and strategy.writes_parts
 
 
 def state_of_steps(trainer: Trainer) -> RandomState | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parallel.ranks.dtensors import local_of
@@ -63,6 +64,13 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def _copied_tensor(tensor: Tensor, memories: dict[int, Tensor]) -> Tensor:
+    if hasattr(type(tensor), "__tensor_flatten__") and not isinstance(tensor, DTensor):
+        # One that is made of others, as in 8 bits, which may not know how to be cloned.
+        packed: Any = tensor
+        names, known = packed.__tensor_flatten__()
+        inner = {name: _copied_tensor(getattr(tensor, name), memories) for name in names}
+        twin: Tensor = type(packed).__tensor_unflatten__(inner, known, tensor.shape, tensor.stride())
+        return twin
     if type(tensor) is not Tensor or tensor.layout != torch.strided or not tensor.is_cpu:
         return tensor.detach().clone()
     storage = tensor.untyped_storage()

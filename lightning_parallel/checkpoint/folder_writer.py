@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
+from lightning_parallel.checkpoint.callback_tensors import CALLBACKS, TAKEN, take_apart
 from lightning_parallel.checkpoint.copies import unshared
 from lightning_parallel.checkpoint.places import put, sync_folder
 from lightning_parallel.checkpoint.sharded_folder import (
@@ -98,6 +99,10 @@ def contents_of(checkpoint: Mapping[str, Any], tied: Mapping[str, str], is_writt
                     tensors[f"{OPTIMIZERS}.{index}.{number}.{name}"] = value
                 else:
                     values[index, number, name] = value
+    if CALLBACKS in checkpoint:
+        of_callbacks, rest[CALLBACKS], taken = take_apart(checkpoint[CALLBACKS])
+        tensors |= of_callbacks
+        rest |= {TAKEN: taken} if taken else {}
     return Contents(tensors, values, rest, aliases)
 
 

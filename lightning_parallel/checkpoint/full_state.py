@@ -7,7 +7,7 @@ Lightning without this package and in torch.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from lightning_parallel.checkpoint.copies import unshared
 from lightning_parallel.checkpoint.stored_tensors import StoredTensors
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.placeholders import is_placeholder
@@ -137,21 +138,6 @@ def whole_optimizer_state(optimizer: Optimizer, *, keep: bool, is_cut: bool = Tr
     return {**state, "state": gathered} if keep else {}
 
 
-def bytes_of_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
-    """Bytes of all parameters, and of what optimizers keep for them, whole. No collective.
-
-    Args:
-        module: The module.
-        optimizers: Their state of this rank's parameters is taken to be that of all.
-    """
-    of_model = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    of_parameters = of_state = 0
-    for parameter, entries in (item for optimizer in optimizers for item in optimizer.state.items()):
-        of_parameters += parameter.numel() * parameter.element_size()
-        of_state += sum(each.numel() * each.element_size() for each in entries.values() if isinstance(each, Tensor))
-    return of_model + of_state * of_model // max(1, of_parameters)
-
-
 def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> None:
     """Load a plain ``state_dict`` into `module`, sharded or not. Every rank has the whole dict; no collective.
 
@@ -168,7 +154,11 @@ def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, s
     if isinstance(state_dict, StoredTensors):
         sharded = _read_into(targets, state_dict, strict=strict)
     else:
-        sharded = OrderedDict((key, _like(value, targets.get(key))) for key, value in state_dict.items())
+        # Torch copies parameters and buffers; as the state of a metric, a module takes what it is given.
+        own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        own |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        parts = ((n, _like(each, targets.get(n)) if n in own else unshared(each)) for n, each in state_dict.items())
+        sharded = OrderedDict(parts)
     _take_metadata(sharded, state_dict)
     module.load_state_dict(sharded, strict=strict)
 
@@ -326,7 +316,8 @@ def _part_of_entries(entries: Mapping[str, Any], parameter: Tensor, reads: dict[
     if isinstance(entries, StoredTensors):
         parts = ((name, entries.part_like(name, parameter, reads)) for name in entries)
         return {name: part if isinstance(part, DTensor) else _like_state(part, parameter) for name, part in parts}
-    return {name: _like_state(value, parameter) for name, value in entries.items()}
+    # Copies: torch would take the tensors themselves, which may be in a file that is mapped.
+    return {name: unshared(_like_state(value, parameter)) for name, value in entries.items()}
 
 
 def _like_state(value: Any, parameter: Tensor) -> Any:

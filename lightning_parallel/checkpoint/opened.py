@@ -15,10 +15,9 @@ from torch import Tensor
 
 from lightning_parallel.checkpoint.sharded_folder import damage_of_folder, is_folder, open_folder
 from lightning_parallel.checkpoint.stored_tensors import StoredTensors
-from lightning_parallel.checkpoint.whole_file import damage_of
+from lightning_parallel.checkpoint.whole_file import damage_of, is_zip
 from lightning_parallel.errors import CheckpointError
 
-_ZIP = b"PK"
 _REFUSED_CLASS = re.compile(r"GLOBAL (\S+) was not an allowed")
 
 
@@ -159,8 +158,7 @@ def _check_path(path: Path) -> None:
 
 
 def _load(path: Path, *, unsafe: bool) -> Any:
-    with path.open("rb") as file:
-        is_mapped = file.read(len(_ZIP)) == _ZIP  # torch's format of before 1.6 cannot be
+    is_mapped = is_zip(path)  # torch's format of before 1.6 cannot be
     try:
         # To the host: a file from a GPU is read on machines without one.
         return torch.load(path, map_location="cpu", mmap=is_mapped, weights_only=not unsafe)

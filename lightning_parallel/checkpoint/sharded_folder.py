@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_parallel.checkpoint.callback_tensors import CALLBACKS, TAKEN, put_back
 from lightning_parallel.checkpoint.stored_tensors import StoredFolder, StoredTensors
 from lightning_parallel.errors import CheckpointError
 
-FORMAT = 1
-"""Version of the format of folders."""
+FORMAT = 2
+"""Version of the format of folders; since 2, tensors of callbacks may be among those of each rank."""
+_READ = (1, FORMAT)
 MANIFEST, REST = "manifest.json", "rest.pt"
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 _BLOCK = 1 << 20
@@ -53,10 +55,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         problem = f"cannot be read ({error})"
     if problem:
         raise CheckpointError(f"the checkpoint {path} is damaged: its {MANIFEST} {problem}; give another one")
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in _READ:
         raise CheckpointError(
-            f"the checkpoint {path} has the format {manifest.get('format')}, where {FORMAT} is read; "
-            f"give one of that format, or use the packages that wrote it, {manifest.get('versions', {})}, or later ones"
+            f"the checkpoint {path} has the format {manifest.get('format')}, where {' and '.join(map(str, _READ))} are "
+            "read; give one of those formats, or use the packages that wrote it, "
+            f"{manifest.get('versions', {})}, or later ones"
         )
     return dict(manifest)
 
@@ -65,7 +68,7 @@ def _problem_of(manifest: Any) -> str:
     """The reason why it is none that was written, in words; "" if it is, or of another format."""
     if not isinstance(manifest, dict):
         return "is none of a checkpoint"
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in _READ:
         return ""
     own = dict(manifest)
     checksum = own.pop(_CHECKSUM, None)  # folders of earlier versions have none
@@ -134,6 +137,7 @@ def open_folder(path: Path, load: Callable[[Path], dict[str, Any]]) -> dict[str,
         for number in sorted(numbers):
             state["state"][number] = entries = StoredTensors(folder, f"{prefix}{number}.")
             entries.update(values.get(number, {}))
+    put_back(checkpoint.get(CALLBACKS, {}), checkpoint.pop(TAKEN, {}), folder)
     return checkpoint
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -115,6 +116,12 @@ class StoredTensors(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._stored)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredTensors:
+        # Lightning copies the state of a callback before it is loaded: the files are the same, and stay unread.
+        twin = copy.copy(self)
+        twin._stored = copy.deepcopy(self._stored, memo)
+        return twin
 
     def arrange(self, order: Sequence[str], others: Mapping[str, Any]) -> None:
         """Put the names into an order, and add what is no tensor.

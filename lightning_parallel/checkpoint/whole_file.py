@@ -9,19 +9,22 @@ import os
 import secrets
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_parallel.checkpoint.copies import unshared
 from lightning_parallel.checkpoint.places import lock, put, remove
 from lightning_parallel.checkpoint.sharded_folder import is_folder
 from lightning_parallel.errors import CheckpointError
 
-_OF_OLD = b"\x80"
+_OF_OLD, _ZIP = b"\x80", b"PK"
+_MAPPED = ("state_dict", "optimizer_states")
 PARTIAL = ".lightning_parallel-*.partial"
 """Names of what is being written, a file or folder beside the one that it will be."""
 
@@ -125,7 +128,7 @@ def damage_of(path: Path) -> str:
         return ""  # torch's format of before 1.6, without checksums
     if not path.stat().st_size:
         return "it is empty"
-    if not begin.startswith(b"PK"):
+    if not begin.startswith(_ZIP):
         return f"it begins with {begin!r}, as no file of torch.save does"
     try:
         with zipfile.ZipFile(path) as archive:
@@ -133,6 +136,33 @@ def damage_of(path: Path) -> str:
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
         return f"its end is missing or damaged ({error}); it has {path.stat().st_size:,} bytes"
     return "" if damaged is None else f"what it says of {damaged} differs from its checksum"
+
+
+def read_mapped(path: Path, **options: Any) -> Any:
+    """Read as `torch.load` does, but for weights and states of optimizers: their values are read when they are used.
+
+    The file is mapped, so that processes of one machine share what they read of it. All else is in memory, whatever
+    becomes of the file.
+
+    Args:
+        path: A file that `torch.save` has written, in its format since 1.6.
+        options: Of `torch.load`.
+
+    Example:
+        >>> weights = read_mapped(path, weights_only=True)["state_dict"]
+    """
+    value = torch.load(path, map_location="cpu", mmap=True, **options)
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if key not in _MAPPED and bytes_of_tensors(each):
+                value[key] = unshared(each)
+    return value
+
+
+def is_zip(path: Path) -> bool:
+    """Whether a file is in torch's format since 1.6."""
+    with path.open("rb") as file:
+        return file.read(len(_ZIP)) == _ZIP
 
 
 def bytes_of_tensors(value: Any) -> int:
@@ -187,6 +217,21 @@ def _open_partial(folder: Path) -> tuple[Path, BufferedWriter]:
         if lock(file.fileno()) and partial.exists():
             return partial, file
         file.close()  # another writer has removed it before it was locked
+
+
+def bytes_of_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
+    """Bytes of all parameters, and of what optimizers keep for them, whole. No collective.
+
+    Args:
+        module: The module.
+        optimizers: Their state of this rank's parameters is taken to be that of all.
+    """
+    of_model = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    of_parameters = of_state = 0
+    for parameter, entries in (item for optimizer in optimizers for item in optimizer.state.items()):
+        of_parameters += parameter.numel() * parameter.element_size()
+        of_state += sum(each.numel() * each.element_size() for each in entries.values() if isinstance(each, Tensor))
+    return of_model + of_state * of_model // max(1, of_parameters)
 
 
 def not_written(path: Path, error: OSError, num_bytes: int) -> str:

@@ -8,9 +8,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
+def is_shared() -> bool:
+    """Whether there are other ranks."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
 def of_all_ranks(own: Any) -> list[Any]:
     """Gather the value of each rank. A collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not is_shared():
         return [own]
     found = [own] * dist.get_world_size()
     dist.all_gather_object(found, own)

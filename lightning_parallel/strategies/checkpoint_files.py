@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_parallel.checkpoint.sharded_folder import damage_of_folder, is_folder
-from lightning_parallel.checkpoint.whole_file import damage_of, write_whole
+from lightning_parallel.checkpoint.whole_file import damage_of, is_zip, read_mapped, write_whole
 from lightning_parallel.errors import CheckpointError
+from lightning_parallel.ranks.objects import is_shared
 
 
 class CheckpointFiles(TorchCheckpointIO):
@@ -30,7 +32,12 @@ class CheckpointFiles(TorchCheckpointIO):
     @override
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         # Lightning's default is a function that does the same, and that tensors made of others, as in 8 bits, refuse.
-        options = {} if weights_only is None else {"weights_only": weights_only}  # Lightning's, since 2.6
+        has_option = "weights_only" in inspect.signature(super().load_checkpoint).parameters  # since 2.6
+        options = {"weights_only": weights_only} if has_option else {}
+        local = local_path(path)
+        # Ranks of one machine would each have all of it in memory, though most of them need a part.
+        if is_shared() and str(map_location) == "cpu" and local is not None and local.is_file() and is_zip(local):
+            return dict(read_mapped(local, **(options or {"weights_only": False})))  # as Lightning does without it
         return super().load_checkpoint(path, map_location=map_location, **options)
 
 

@@ -17,7 +17,7 @@ from lightning_parallel import _lightning
 from lightning_parallel.checkpoint.copies import kept_apart
 from lightning_parallel.checkpoint.sharded_folder import damage_of_folder, is_folder, open_folder
 from lightning_parallel.errors import CheckpointError
-from lightning_parallel.ranks.objects import of_all_ranks
+from lightning_parallel.ranks.objects import is_shared, of_all_ranks
 from lightning_parallel.strategies.background_saves import (
     FORMS,
     BackgroundExchange,
@@ -267,11 +267,6 @@ class SavingStrategy(RefusingStrategy):
             if str(path) != str(written):
                 super().remove_checkpoint(path)
         self._kept = []
-
-
-def is_shared() -> bool:
-    """Whether there are other ranks."""
-    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _words(error: Exception, path: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -15,14 +16,15 @@ from typing_extensions import override
 from lightning_parallel import _lightning
 from lightning_parallel.checkpoint.folder_writer import Staging
 from lightning_parallel.checkpoint.full_state import (
-    bytes_of_state,
     load_whole_optimizer_state,
     load_whole_state_dict,
     whole_optimizer_state,
     whole_state_dict,
 )
+from lightning_parallel.checkpoint.whole_file import bytes_of_state
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.memory import host_memory
+from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.ranks.random_streams import RandomState
 from lightning_parallel.strategies.background_saves import Job, form_of
 from lightning_parallel.strategies.checkpoint_files import local_path
@@ -41,6 +43,11 @@ if TYPE_CHECKING:
 _SHARE_OF_MEMORY = 4
 """Of a rank's share of the host's memory, whole state may take one part in so many."""
 
+
+_OTHER_CHECKPOINT = (
+    "ranks go on from different checkpoints: rank 0 has found {}, and rank {} {}. Each rank looks for "
+    "ckpt_path='last' and 'best' itself: save to a folder that all ranks see, or give the path of the checkpoint"
+)
 
 _NOT_HERE = (
     "checkpoint='sharded' writes to a file system of this machine, and not to {}; give a folder of one, or "
@@ -71,6 +78,11 @@ class WholeCheckpointsStrategy(PlannedStrategy):
         """The state of generators from which the next step draws; ``None`` where it is that of hooks and loaders."""
         return self._streams.of_steps
 
+    @property
+    def writes_parts(self) -> bool:
+        """Whether the checkpoint that is being made has the tensors of each rank."""
+        return self._writes_parts
+
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         self._failures.meet()
@@ -84,6 +96,23 @@ class WholeCheckpointsStrategy(PlannedStrategy):
         if (trainer := self._trainer) is not None and trainer.state.fn == TrainerFn.FITTING:
             self._streams.take_from(checkpoint)
         return checkpoint
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if (trainer := self._trainer) is not None:
+            _lightning.resuming.before_loading(trainer, self._check_same_checkpoint)
+
+    def _check_same_checkpoint(self, path: Any) -> None:
+        """Refuse ranks that do not all go on from the same checkpoint, or from none. A collective.
+
+        Args:
+            path: The one that this rank has found.
+        """
+        found = of_all_ranks(str(path or ""))
+        other = next((rank for rank, each in enumerate(found) if Path(each).name != Path(found[0]).name), None)
+        if other is not None:
+            self.refuse([_OTHER_CHECKPOINT.format(found[0] or "none", other, found[other] or "none")])
 
     @property
     def _trainer(self) -> Trainer | None:

@@ -8,19 +8,28 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel import _lightning, _torch
+from lightning_parallel.errors import line_of_user
 from lightning_parallel.module.placeholders import Placeholder
 from lightning_parallel.ranks.dtensors import sharded_like
-from lightning_parallel.ranks.host_reads import HostReads
+from lightning_parallel.ranks.host_reads import HostReads, at
 from lightning_parallel.ranks.mesh import Mesh
 from lightning_parallel.ranks.stage_owners import broadcast_object
 from lightning_parallel.ranks.step_reads import StepReads
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+
+_KEPT = (
+    "p.grad is None {}, in the middle of a window of accumulated gradients: each rank keeps its own until they are "
+    "reduced with the last microstep, where one process has their sum so far. Read gradients in on_after_backward, "
+    "before which they are reduced each time, or in on_before_optimizer_step, or give accumulation_sync='every'"
+)
 
 
 @contextlib.contextmanager
@@ -42,7 +51,9 @@ def whole_values(trainer: Trainer, module: LightningModule, mesh: Mesh) -> Itera
         _torch.host_reads.data_of_shards_set(),
         _torch.tensors.data_checked(_check_data) if is_cut else contextlib.nullcontext(),
         _torch.host_reads.reads_intercepted(module, reader, sharded_like),
-        _torch.whole_operands.operands_made_whole(reads.user_code_runs, in_steps.whole, sharded_like),
+        _torch.whole_operands.operands_made_whole(
+            reads.user_code_runs, in_steps.whole, sharded_like, _KeptGradients().tell
+        ),
         _lightning.gradient_norms_read(),
         _logging_whole_values(trainer, module, reads),
     ):
@@ -74,6 +85,18 @@ def _logging_whole_values(trainer: Trainer, module: LightningModule, reads: Host
             holder.__dict__.pop("log", None)
             if own is not None:
                 holder.__dict__["log"] = own
+
+
+class _KeptGradients:
+    """Says once that a hook has found no gradient where each rank keeps its own."""
+
+    def __init__(self) -> None:
+        self._is_told = False
+
+    def tell(self) -> None:
+        if not self._is_told:
+            self._is_told = True
+            rank_zero_warn(_KEPT.format(at(line_of_user())))
 
 
 def _check_data(tensor: Tensor, values: Any) -> None:

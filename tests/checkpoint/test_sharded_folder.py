@@ -21,7 +21,14 @@ import torch
 
 from lightning_parallel import CheckpointError
 from lightning_parallel.checkpoint.folder_writer import FolderWriter, bytes_of_plan, contents_of
-from lightning_parallel.checkpoint.sharded_folder import damage_of_folder, open_folder, read_manifest
+from lightning_parallel.checkpoint.opened import open_checkpoint
+from lightning_parallel.checkpoint.sharded_folder import (
+    MANIFEST,
+    damage_of_folder,
+    manifest_text,
+    open_folder,
+    read_manifest,
+)
 from lightning_parallel.checkpoint.stored_tensors import StoredFolder, _Unpickler
 from lightning_parallel.checkpoint.whole_file import damage_of, remove_partial
 from lightning_parallel.checkpoint.whole_folder import partial_folder
@@ -120,7 +127,7 @@ def _flip(path: Path) -> None:
 
 
 def _of_later_format(path: Path) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 3}))
 
 
 def _rename_a_tied(path: Path) -> None:
@@ -159,8 +166,20 @@ def test_damage_is_named(tmp_path: Path, name: str, damage: Callable[[Path], Any
 def test_a_later_format_is_no_damage_that_another_version_has(tmp_path: Path) -> None:
     write(tmp_path / "a.ckpt")
     _of_later_format(tmp_path / "a.ckpt" / "manifest.json")
-    with pytest.raises(CheckpointError, match=r"has the format 2, where 1 is read; .*'lightning_parallel': '9'"):
+    with pytest.raises(CheckpointError, match=r"has the format 3, where 1 and 2 are read; .*'lightning_parallel': '9'"):
         read_manifest(tmp_path / "a.ckpt")
+
+
+def test_a_folder_of_the_format_before_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    write(path)
+    expected = dict(open_checkpoint(path)["state_dict"])
+    before = {key: value for key, value in json.loads((path / MANIFEST).read_text()).items() if key != "sha256"}
+    (path / MANIFEST).write_text(manifest_text({**before, "format": 1}))
+    assert damage_of_folder(path) == ""
+    found = open_checkpoint(path)["state_dict"]
+    assert list(expected) == list(found)
+    assert torch.equal(found["weight"], expected["weight"])
 
 
 def test_a_file_that_the_disk_does_not_give(tmp_path: Path) -> None:

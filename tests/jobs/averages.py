@@ -15,6 +15,7 @@ from lightning_parallel import full_state_dict
 from lightning_parallel.callbacks import ExponentialMovingAverage
 from tests.data import loader
 from tests.models.cases import CASES
+from tests.names import num_readers
 from tests.parity import TOLERANCE, difference, trainer_for
 
 DECAY = 0.7
@@ -77,7 +78,10 @@ class Observer(Callback):
 
 def readers_of(strategy: str, num_ranks: int) -> int:
     """How many ranks read different samples."""
-    return 1 if "pp_custom" in strategy else num_ranks
+    if strategy in ("auto", "reference"):
+        return 1
+    name, _, options = strategy.partition(":")
+    return num_readers(name, num_ranks) // (2 if "pipeline=2" in options or "tensor=2" in options else 1)
 
 
 def train(

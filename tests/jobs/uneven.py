@@ -61,7 +61,7 @@ class Module(DeepTied):
 
 
 def batches_of(reader: int, sizes: Sequence[int]) -> list[list[Tensor]]:
-    rows = data_of("byte_gpt", 64, 1).tensors[0]  # type: ignore[attr-defined]
+    rows = data_of("byte_gpt", 128, 1).tensors[0]  # type: ignore[attr-defined]
     starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
     return [[rows[32 * reader + start : 32 * reader + end]] for start, end in itertools.pairwise(starts)]
 
@@ -75,8 +75,11 @@ def loader_of(strategy: str, num_ranks: int, sizes: Sequence[Sequence[int]], kin
         sizes: Of each rank's batches.
         kind: ``"stream"``, or ``"sized"`` for a data set with a length.
     """
-    readers = num_readers(strategy, num_ranks)
-    reader = (dist.get_rank() if num_ranks > 1 else 0) * readers // num_ranks
+    name, _, options = strategy.partition(":")
+    readers = num_readers(name, num_ranks) // (2 if "=2" in options.replace("shard=2", "") else 1)
+    rank = dist.get_rank() if num_ranks > 1 else 0
+    # Stages of a pipeline are far apart, ranks that share a layer or a sequence are neighbours.
+    reader = rank % readers if "pipeline" in options else rank * readers // num_ranks
     batches = batches_of(reader, sizes[reader])
     if kind == "stream":
         return DataLoader(Stream(batches), batch_size=None)  # type: ignore[arg-type]
@@ -108,7 +111,7 @@ def validated(
     trainer = trainer_for(strategy, num_ranks, use_distributed_sampler=False)
     loaders = [loader_of(strategy, num_ranks, sizes, kind) for _ in range(2)]
     if fits:
-        trainer.fit(module, loader_of(strategy, num_ranks, [[4, 4], [4, 4]], "sized"), loaders)
+        trainer.fit(module, loader_of(strategy, num_ranks, [[4, 4]] * num_ranks, "sized"), loaders)
     else:
         trainer.validate(module, loaders, verbose=False)
     found = {

@@ -49,7 +49,7 @@ def refusal(strategy: str, path: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("strategy", ["ddp_custom", "zero1_custom", "pp_custom"])
+@pytest.mark.parametrize("strategy", ["ddp_custom", "ddp_custom:checkpoint=async-whole", "zero1_custom", "pp_custom"])
 def test_a_run_resumes_with_its_state(ranks: Any, strategy: str, tmp_path: Path) -> None:
     path = str(tmp_path / "state.ckpt")
     pool = ranks(2)

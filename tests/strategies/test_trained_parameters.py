@@ -30,6 +30,7 @@ MODULES = (
     trained.FreezesInsideOfLayers,
     trained.TakesTurns,
     trained.TakesTurnsByLists,
+    trained.TakesTurnsByAssigning,
     trained.TakesTurnsInAHook,
 )
 

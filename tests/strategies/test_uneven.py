@@ -12,6 +12,14 @@ from tests.parity import TOLERANCE, difference
 from tests.rank_pool import RankError
 
 NAMES = ["ddp_custom", "zero1_custom", "fsdp_custom"]
+OTHERS = [
+    ("zero2_custom", 2),
+    ("fsdp_offload_custom", 2),
+    ("hsdp_custom", 4),
+    ("fsdp_tp_custom", 4),
+    ("fsdp_custom:shard=2,pipeline=2", 4),
+    ("fsdp_custom:shard=2,context=2", 4),
+]
 FIVE, THREE = [4] * 5, [4] * 3
 
 
@@ -26,6 +34,29 @@ def test_an_epoch_ends_with_the_shortest(name: str, kind: str, window: int, rank
     assert difference(found[0][0], equal[0][0]) == 0
     assert len(found[0][2]) == 1
     assert not equal[0][2]
+
+
+@pytest.mark.parametrize(("name", "size"), OTHERS)
+def test_so_it_does_under_other_names_and_products(name: str, size: int, ranks: Any) -> None:
+    readers = size if name.startswith(("zero2", "hsdp", "fsdp_offload")) else 2
+    uneven = [FIVE, THREE, *[[4] * 4] * (readers - 2)]
+    found = ranks(size).run(trained, name, size, uneven, "stream", accumulate_grad_batches=2, deadline=60)
+    equal = ranks(size).run(trained, name, size, [THREE] * readers, "stream", accumulate_grad_batches=2, deadline=60)
+    assert all(each[1] == equal[0][1] for each in found)
+    assert difference(found[0][0], equal[0][0]) == 0
+    assert len(found[0][2]) == 1
+
+
+@pytest.mark.parametrize(("name", "size"), OTHERS)
+def test_so_are_samples_counted_under_other_names_and_products(name: str, size: int, ranks: Any) -> None:
+    readers = size if name.startswith(("zero2", "hsdp", "fsdp_offload")) else 2
+    sizes = [[4, 4, 4, 4], [4, 3], [4], [2, 1]][:readers]
+    found = ranks(size).run(validated, name, size, sizes, "stream", fits=True, deadline=60)
+    rows = torch.cat([b[0] for reader in range(readers) for b in batches_of(reader, sizes[reader])]).float()
+    for values, _, _ in found:
+        assert values["value"] == pytest.approx(float(rows.mean()), rel=TOLERANCE)
+        assert values["count"] == 2 * len(rows)
+        assert values["sum"] == pytest.approx(2 * float(rows.sum()))
 
 
 @pytest.mark.parametrize("fits", [False, True])

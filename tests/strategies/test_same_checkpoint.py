@@ -1,0 +1,64 @@
+"""Ranks that do not find the same checkpoint: each looks for the last one by itself."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_parallel import ConfigurationError
+from tests.data import loader
+from tests.models.cases import ByteGPT
+from tests.names import num_readers
+from tests.parity import trainer_for
+
+
+def fitted(strategy: str, folder: str, epochs: int, ckpt_path: str | None, own: bool) -> int | str:
+    """The steps of a fit that saves its last state, or the words of its refusal.
+
+    Args:
+        strategy: The name.
+        folder: For checkpoints.
+        epochs: How many.
+        ckpt_path: Where to go on.
+        own: Whether rank 1 has a folder of its own, as where hosts share no disk.
+    """
+    saves = ModelCheckpoint(folder, save_last=True)
+    trainer = trainer_for(strategy, 2, max_epochs=epochs, callbacks=[saves], enable_checkpointing=True)
+    readers = num_readers(strategy.partition(":")[0], 2)
+    if own and trainer.global_rank == 1:
+        saves.dirpath = f"{folder}-1"
+    try:
+        trainer.fit(ByteGPT("adamw"), loader(readers, 2), ckpt_path=ckpt_path)
+    except ConfigurationError as error:
+        return str(error)
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("form", ["whole", "sharded"])
+@pytest.mark.parametrize("strategy", ["ddp_custom", "fsdp_custom", "pp_custom"])
+def test_a_rank_that_finds_none_is_refused(ranks: Any, tmp_path: Path, strategy: str, form: str) -> None:
+    """Stock Lightning would let it begin anew beside the others."""
+    strategy = f"{strategy}:checkpoint={form}"
+    folder = str(tmp_path / "saved")
+    assert ranks(2).run(fitted, strategy, folder, 1, None, False) == [2, 2]
+    first, second = ranks(2).run(fitted, strategy, folder, 2, "last", True)
+    assert f"rank 0 has found {folder}/last.ckpt, and rank 1 none" in first
+    assert "rank 0 says why" in second
+
+
+def test_one_that_has_a_copy_goes_on(ranks: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    ranks(2).run(fitted, "ddp_custom", folder, 1, None, False)
+    shutil.copytree(folder, f"{folder}-1")
+    assert ranks(2).run(fitted, "ddp_custom", folder, 2, "last", True) == [4, 4]
+
+
+def test_all_go_on_from_where_they_were(ranks: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    ranks(2).run(fitted, "fsdp_custom", folder, 1, None, False)
+    assert ranks(2).run(fitted, "fsdp_custom", folder, 2, "last", False) == [4, 4]
+    assert ranks(2).run(fitted, "fsdp_custom", folder, 3, f"{folder}/last.ckpt", False) == [6, 6]
