@@ -77,6 +77,12 @@ def train_gathered(shard: Tensor) -> None:
         parameter._unsharded_param.requires_grad_(shard.requires_grad)
 
 
+def is_shard(tensor: Tensor) -> bool:
+    """Whether `tensor` is the shard of a parameter that its unit gathers."""
+    parameter = _gathered.get(id(tensor))
+    return parameter is not None and parameter.sharded_param is tensor
+
+
 def keeps_gradient(shard: Tensor) -> bool:
     """Whether the gathered form of a shard keeps a gradient that is not reduced yet.
 
@@ -86,7 +92,7 @@ def keeps_gradient(shard: Tensor) -> bool:
         shard: Any DTensor.
     """
     parameter = _gathered.get(id(shard))
-    if parameter is None or parameter.sharded_param is not shard or not hasattr(parameter, "_unsharded_param"):
+    if parameter is None or not is_shard(shard) or not hasattr(parameter, "_unsharded_param"):
         return False
     return parameter._unsharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None
 

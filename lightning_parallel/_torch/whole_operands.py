@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ def operands_made_whole(
     whole: Callable[[DTensor], Tensor],
     part: Callable[[Tensor, DTensor], Tensor],
     tell_kept: Callable[[], None],
+    refuse_shard: Callable[[], NoReturn],
 ) -> Iterator[None]:
     """Inside this context, what torch cannot compute with DTensors is computed with whole tensors.
 
@@ -67,11 +68,14 @@ def operands_made_whole(
         whole: From a DTensor to its whole value as a plain tensor, in the graph of autograd. A collective.
         part: From a whole, plain tensor and a DTensor of its shape, to the former in the form of the latter.
         tell_kept: Called where user code asks for a gradient that is not reduced yet, and finds none.
+        refuse_shard: Called where a step asks for the gradient of a shard, and has computed with the gathered form.
     """
 
     def called(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
         is_left = name in _LEFT or (name.startswith("_") and not name.startswith("__"))
+        if function is torch.autograd.grad and is_active():
+            return _gradients(args, kwargs, refuse_shard)
         if is_left or torch.compiler.is_compiling() or _is_internal(inspect.currentframe()) or not is_active():
             result = _plainly(function, args, kwargs)
         else:
@@ -130,6 +134,16 @@ def _plainly(function: Any, args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
+def _gradients(args: Any, kwargs: Any, refuse_shard: Callable[[], NoReturn]) -> Any:
+    """`torch.autograd.grad`, whose inputs a step may know in another form than that with which it has computed."""
+    try:
+        return _plainly(torch.autograd.grad, args, kwargs)
+    except RuntimeError as error:
+        if "not have been used in the graph" not in str(error) or not any(map(unit_parameters.is_shard, args[1])):
+            raise
+    return refuse_shard()
+
+
 def _is_internal(own: FrameType | None) -> bool:
     """Whether the code that has called a function of torch, which calls `own`, knows of DTensors."""
     frame = own and own.f_back
@@ -164,7 +178,9 @@ class _Call:
             if self._name in _TRANSPOSING or not any(words in str(error) for words in _CANNOT):
                 raise
             return self._with_whole_tensors()
-        is_single = isinstance(result, DTensor) and not result.ndim and self._target is None
+        # What a rank has of a value is a summand of it: norms of rows are not written into as such.
+        is_summand = isinstance(result, DTensor) and any(each.is_partial() for each in result.placements)
+        is_single = isinstance(result, DTensor) and (not result.ndim or is_summand) and self._target is None
         # A view without gradients, such as an element, may be written into.
         is_value = is_single and (result._base is None or torch.is_grad_enabled())
         return self._whole(result) if is_value else result

@@ -118,6 +118,20 @@ def differing(own: list[Fingerprint]) -> Partings:
     return found
 
 
+def where_in_words(found: Partings) -> tuple[str, str, str]:
+    """The first value that differs, the ranks between which it does, and the others, in words.
+
+    Args:
+        found: As `differing` returns it, not empty.
+    """
+    name, (ranks, *_) = next(iter(found.items()))
+    groups = " and ".join(f"rank{'s' if len(each) > 1 else ''} {', '.join(map(str, each))}" for each in ranks)
+    others = [each for each in found if each != name]
+    also = f", and so do {', '.join(others[:_MOST_NAMED])}" if others else ""
+    more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
+    return name, groups, also + more
+
+
 def parted_in_words(found: Partings, step: int, agreed: int | None) -> str:
     """The words for ranks that have parted.
 
@@ -126,16 +140,12 @@ def parted_in_words(found: Partings, step: int, agreed: int | None) -> str:
         step: The number of steps behind which they differ.
         agreed: That behind which they were equal last; ``None`` if nobody has looked.
     """
-    name, (ranks, *_) = next(iter(found.items()))
-    groups = " and ".join(f"rank{'s' if len(each) > 1 else ''} {', '.join(map(str, each))}" for each in ranks)
-    others = [each for each in found if each != name]
-    also = f", and so do {', '.join(others[:_MOST_NAMED])}" if others else ""
-    more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
+    name, groups, others = where_in_words(found)
     when = f"before the first step of this fit (global_step={step})" if agreed is None else f"after step {step}"
     since = "" if agreed is None else f" (they were equal after step {agreed})"
     trusted = f". Nothing later than step {agreed} is to be trusted: resume from a checkpoint of that step or before"
     return (
-        f"{when}, {name} differs between {groups}{also}{more}, though these ranks must hold equal values{since}. A "
+        f"{when}, {name} differs between {groups}{others}, though these ranks must hold equal values{since}. A "
         "rank has done something by itself: look for code that draws random numbers, writes weights or skips "
         f"something on some ranks only, such as below `if self.global_rank == 0`{'' if agreed is None else trusted}"
     )

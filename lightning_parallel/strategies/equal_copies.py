@@ -8,12 +8,13 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
+from typing_extensions import override
 
 from lightning_parallel.errors import RanksDifferError
 from lightning_parallel.module.differences import first_of
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.ranks.dtensors import local_of
-from lightning_parallel.ranks.fingerprints import Partings, differing, of_copies, parted_in_words
+from lightning_parallel.ranks.fingerprints import Partings, differing, of_copies, parted_in_words, where_in_words
 from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.ranks.sketches import Sketches
 
@@ -30,19 +31,12 @@ _ROUNDING_OF_KERNELS = 5e-2
 """The same in 16 bits, and on devices whose kernels may add in no fixed order: Adam makes whole steps of the signs."""
 
 
-class EqualCopies:
-    """Ends a fit whose ranks have parted: gradients are averaged, and a rank may have done something else by itself.
-
-    Such as drawn the first values of a parameter in a step, written through ``.data`` what its own samples give, or
-    skipped an update. The states of optimizers are not looked at; the callback `Verify` does.
+class _Looks:
+    """Counts steps, and compares what ranks hold before some of them: ever more rarely.
 
     Args:
         module: The module.
         device: This rank's device.
-
-    Example:
-        >>> copies = EqualCopies(module, device)
-        >>> copies.look()  # before each step
     """
 
     def __init__(self, module: LightningModule, device: torch.device) -> None:
@@ -53,9 +47,7 @@ class EqualCopies:
         self._has_told = False
 
     def look(self) -> None:
-        """Compare the ranks, if it is time to. A collective then. Call it before each batch, and behind none.
-
-        At the end of a fit, hooks of the user's may have made of a rank's copy what they export.
+        """Compare the ranks, if it is time to. A collective then.
 
         Raises:
             RanksDifferError: What differs, on rank 0, and since when.
@@ -71,20 +63,20 @@ class EqualCopies:
         if found and (parted := self._parted(found)):
             if trainer.global_rank != 0:
                 raise RanksDifferError("ranks hold different values; rank 0 says which")
-            raise RanksDifferError(parted_in_words(parted, trainer.global_step, self._agreed))
+            raise RanksDifferError(self._in_words(parted, trainer.global_step, self._agreed))
         self._agreed = trainer.global_step
 
     def _own(self) -> dict[str, Tensor]:
-        """The parameters of which this rank has values."""
-        return {
-            name: p
-            for name, p in self._module.named_parameters()
-            if not is_placeholder(p) and not isinstance(p, UninitializedParameter) and not p.is_meta
-        }
+        """The values of this rank, by name."""
+        raise NotImplementedError
+
+    def _in_words(self, parted: Partings, step: int, agreed: int | None) -> str:
+        """The error, in words."""
+        raise NotImplementedError
 
     def _parted(self, found: Partings) -> Partings:
         """Those that differ by more than rounding. A collective."""
-        local = {name: local_of(p.detach()) for name, p in self._own().items() if name in found}
+        local = {name: local_of(each.detach()) for name, each in self._own().items() if name in found}
         sketches = Sketches(self._device).of(local, local)
         is_exact = {name: tensor.element_size() > 2 and tensor.device.type == "cpu" for name, tensor in local.items()}
         widths = {name: _ROUNDING if exact else _ROUNDING_OF_KERNELS for name, exact in is_exact.items()}
@@ -100,6 +92,77 @@ class EqualCopies:
             rank_zero_info(_BY_ROUNDING.format(first_of(sorted(found))))
         return parted
 
+
+class EqualCopies(_Looks):
+    """Ends a fit whose ranks have parted: gradients are averaged, and a rank may have done something else by itself.
+
+    Such as drawn the first values of a parameter in a step, written through ``.data`` what its own samples give, or
+    skipped an update. The states of optimizers are not looked at; the callback `Verify` does.
+
+    Args:
+        module: The module.
+        device: This rank's device.
+
+    Example:
+        >>> copies = EqualCopies(module, device)
+        >>> copies.look()  # before each step
+    """
+
+    @override
+    def look(self) -> None:
+        """Compare the ranks, if it is time to. A collective then. Call it before each batch, and behind none.
+
+        At the end of a fit, hooks of the user's may have made of a rank's copy what they export.
+
+        Raises:
+            RanksDifferError: What differs, on rank 0, and since when.
+        """
+        super().look()
+
+    @override
+    def _own(self) -> dict[str, Tensor]:
+        """The parameters of which this rank has values."""
+        return {
+            name: p
+            for name, p in self._module.named_parameters()
+            if not is_placeholder(p) and not isinstance(p, UninitializedParameter) and not p.is_meta
+        }
+
+    @override
+    def _in_words(self, parted: Partings, step: int, agreed: int | None) -> str:
+        return parted_in_words(parted, step, agreed)
+
+
+class EqualGradients(_Looks):
+    """Ends a fit in which each rank is about to update its share of the parameters by gradients of its own samples.
+
+    Where each rank updates all of them, the copies part, which `EqualCopies` finds; where it updates some for all
+    ranks, the copies stay equal and are wrong. Nobody averages what code assigns, as from `torch.autograd.grad`.
+
+    Args:
+        module: The module, whose gradients are whole on each rank.
+        device: This rank's device.
+
+    Example:
+        >>> gradients = EqualGradients(module, device)
+        >>> gradients.look()  # before each update
+    """
+
+    @override
+    def _own(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self._module.named_parameters() if p.grad is not None}
+
+    @override
+    def _in_words(self, parted: Partings, step: int, agreed: int | None) -> str:
+        return _NOT_AVERAGED.format(step + 1, *where_in_words(parted))
+
+
+_NOT_AVERAGED = (
+    "before update {0}, the gradient of {1} differs between {2}{3}. Each rank updates a part of the parameters for all "
+    "ranks, by the samples of one rank alone then: nobody has averaged these gradients. Call "
+    "self.manual_backward(loss) in place of torch.autograd.grad, or assign the mean over ranks, "
+    "self.all_gather(gradient).mean(0)"
+)
 
 _BY_ROUNDING = (
     "ranks hold values of {} that differ by rounding, though they must hold equal ones: a kernel adds in no fixed "

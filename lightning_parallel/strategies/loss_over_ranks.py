@@ -153,6 +153,7 @@ class LossTrial:
         self.samples, self.parts = _cut(batch, _MOST_SAMPLES)
         self._draws: _torch.sample_draws.SampleDraws | None = None
         self._num_backwards: int | None = None
+        self._has_graph = plain.optimizers is not None
         # That of another run, which differs where a layer does something else in training: then, the whole is run, too.
         is_comparable = self.samples.batch is batch and not plain.draws and plain.optimizers is None
         self._known = float(loss) if is_comparable and loss is not None and loss.numel() == 1 else None
@@ -177,8 +178,11 @@ class LossTrial:
         return self._draws is not None
 
     def compute_as_in_training(self) -> None:
-        """Begin again in training, for steps whose module computes no loss in evaluation, as detectors do."""
-        self.set_mode = train_without_chance
+        """Begin again in training, for steps whose module computes no loss in evaluation, as detectors do.
+
+        With a graph, too: the step may ask for gradients by itself, to weight losses by them.
+        """
+        self.set_mode, self._has_graph = train_without_chance, True
         self.fails, self.has_no_loss, self.plain.draws = not self.parts, False, False
 
     def hand_out_draws(self) -> None:
@@ -268,7 +272,7 @@ class LossTrial:
 
     def _without_backward(self) -> contextlib.AbstractContextManager[object]:
         # A step that goes backward by itself may ask for gradients of its inputs, too.
-        return torch.set_grad_enabled(self.plain.optimizers is not None)
+        return torch.set_grad_enabled(self._has_graph)
 
     def _note_meeting(self, name: str, group: dist.ProcessGroup | None) -> None:
         self.meets = True

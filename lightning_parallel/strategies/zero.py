@@ -14,6 +14,7 @@ from lightning_parallel import _lightning
 from lightning_parallel.errors import check
 from lightning_parallel.ranks.mesh import build_host_group
 from lightning_parallel.strategies.ddp import DDPStrategy
+from lightning_parallel.strategies.equal_copies import EqualGradients
 from lightning_parallel.strategies.joint_updates import UNDER_ZERO
 from lightning_parallel.techniques.optimizer_sharding import ShardedOptimizer, optimizer_violations
 
@@ -32,6 +33,7 @@ class ZeroStrategy(DDPStrategy):
     """
 
     _sharded: tuple[ShardedOptimizer, ...] = ()
+    _gradients: EqualGradients | None = None
     joint_refusal = UNDER_ZERO
 
     @override
@@ -44,7 +46,18 @@ class ZeroStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         check(violation for optimizer in self.optimizers for violation in optimizer_violations(optimizer))
         host_group = build_host_group(self.root_device.type, timeout=self._timeout)
-        self._sharded = tuple(ShardedOptimizer(optimizer, host_group) for optimizer in self.optimizers)
+        self._gradients = None
+        self._sharded = tuple(ShardedOptimizer(each, host_group, self._look_at_gradients) for each in self.optimizers)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.world_size > 1 and self.first_step.check != "off":
+            self._gradients = EqualGradients(self.module, self.root_device)
+
+    def _look_at_gradients(self) -> None:
+        if self._gradients is not None:
+            self._gradients.look()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

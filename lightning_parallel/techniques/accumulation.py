@@ -184,8 +184,13 @@ class GradientReduction:
 
         Returns:
             Whether there were any.
+
+        Raises:
+            ConfigurationError: If there are some that nothing held back.
         """
         has_rest = self._window.take_rest()
+        if self._is_manual and not has_rest and any(map(_torch.fsdp.holds_gradients, self._units)):
+            raise ConfigurationError([_ASSIGNED])
         if has_rest and self._units:
             self._reduce_held()
         return has_rest
@@ -284,6 +289,11 @@ class ZeroGrad:
         vars(self._optimizer).pop("zero_grad", None)
 
 
+_ASSIGNED = (
+    "the step updates parameters by gradients that nobody has reduced over ranks: it has assigned them to p.grad, as "
+    "from torch.autograd.grad, or goes backward by loss.backward(). Call self.manual_backward(loss) instead; or assign "
+    "the mean over ranks, self.all_gather(gradient).mean(0), under ddp_custom"
+)
 _CHANGED = (
     "parameters were frozen or thawed between two microsteps of an accumulation window, where gradient shards of the "
     "first wait to be averaged over the copies (HSDP), and torch would drop them; do it between windows, or give "

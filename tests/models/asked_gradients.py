@@ -1,0 +1,63 @@
+"""Steps that ask for gradients by `torch.autograd.grad`: to weight losses by them, or to train by them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.models.cases import next_token_loss
+from tests.models.user_code import Tokens
+
+
+class Weighted(Tokens):
+    """As VQGAN weights its losses by the norms of their gradients at the last layer."""
+
+    def last(self) -> Tensor:
+        return self.model.norm.weight
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        logits = self.model(batch[0])
+        losses = next_token_loss(logits, batch[0]), logits.pow(2).mean()
+        norms = [torch.autograd.grad(each, self.last(), retain_graph=True)[0].norm() for each in losses]
+        return losses[0] + (norms[0] / (norms[1] + 1e-4)).clamp(0, 1e4).detach() * losses[1]
+
+
+class WeightedInside(Weighted):
+    """At a parameter of a layer of the stack."""
+
+    def last(self) -> Tensor:
+        return next(self.model.blocks[-1].parameters())
+
+
+class Assigned(Tokens):
+    """Trains by gradients that nobody has averaged over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def parameters_of_step(self) -> list[Tensor]:
+        return list(self.parameters())
+
+    def averaged(self, gradient: Tensor) -> Tensor:
+        return gradient
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = next_token_loss(self.model(batch[0]), batch[0])
+        parameters = self.parameters_of_step()
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = self.averaged(gradient)
+        optimizer.step()
+        return loss.detach()
+
+
+class Averaged(Assigned):
+    """As the message says."""
+
+    def averaged(self, gradient: Tensor) -> Tensor:
+        gathered: Any = self.all_gather(gradient)
+        return gathered.mean(0) if gathered.ndim > gradient.ndim else gathered  # type: ignore[no-any-return]
