@@ -97,6 +97,14 @@ def keeps_gradient(shard: Tensor) -> bool:
     return parameter._unsharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None
 
 
+def drop_gradient(shard: Tensor) -> None:
+    """Drop the gradient that `keeps_gradient` has found."""
+    parameter = _gathered[id(shard)]
+    parameter._unsharded_param.grad = None
+    if parameter.unsharded_accumulated_grad is not None:  # since 2.15, that was the same
+        parameter.unsharded_accumulated_grad = None
+
+
 class GatheredParameter:
     """A parameter of a unit, and what a step has written into its gathered form.
 

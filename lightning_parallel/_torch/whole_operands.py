@@ -24,7 +24,7 @@ _LEFT = frozenset({"__get__", "__delete__", "backward", "grad", "equal", "detach
 """Functions that compute nothing with values, or that need the very tensors they are given, as do those of lists, whose
 names begin with an underscore."""
 _SET_TRAINED = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
-_GET_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__
+_GET_GRADIENT, _SET_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__, vars(torch._C.TensorBase)["grad"].__set__
 _TRANSPOSING = frozenset({"t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_", "resize_"})
 _BY_PARTS = frozenset(
     {"abs", "clone", "isfinite", "max", "mean", "min", "mul", "norm", "pow", "square", "sum", "to", "vector_norm"}
@@ -84,9 +84,9 @@ def operands_made_whole(
         # with.
         if name == "requires_grad_" or function == _SET_TRAINED:
             unit_parameters.train_gathered(args[0])
-        is_missing = result is None and function == _GET_GRADIENT and unit_parameters.keeps_gradient(args[0])
-        if is_missing and not _is_internal(inspect.currentframe()) and is_active():
-            tell_kept()
+        of_gradient = function in (_GET_GRADIENT, _SET_GRADIENT) and unit_parameters.keeps_gradient(args[0])
+        if of_gradient and not _is_internal(inspect.currentframe()) and is_active():
+            _meet_kept_gradient(*args, found=result, tell=tell_kept)
         return result
 
     _installed.append(classmethod(called))
@@ -132,6 +132,14 @@ def _computing() -> Iterator[None]:
 def _plainly(function: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
         return function(*args, **kwargs)
+
+
+def _meet_kept_gradient(shard: Tensor, *given: Any, found: Any, tell: Callable[[], None]) -> None:
+    """Drop a gradient that is not reduced yet where ``p.grad = None`` clears it, and say so where a look finds none."""
+    if given[:1] == (None,) and found is None:
+        unit_parameters.drop_gradient(shard)
+    elif found is None:
+        tell()
 
 
 def _gradients(args: Any, kwargs: Any, refuse_shard: Callable[[], NoReturn]) -> Any:

@@ -39,6 +39,7 @@ class Averages:
         self.tensors: dict[str, Tensor] = {}
         self._owners: dict[str, StageOwners | None] = {}
         self._stored: StoredTensors | None = None
+        self._is_placed = True
 
     @property
     def is_here(self) -> bool:
@@ -47,7 +48,7 @@ class Averages:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take whole tensors in the place of what there is, or those of files, of which each rank reads its parts."""
-        self._stored = tensors if isinstance(tensors, StoredTensors) else None
+        self._stored, self._is_placed = tensors if isinstance(tensors, StoredTensors) else None, False
         self.tensors, self._owners = tensors.described() if isinstance(tensors, StoredTensors) else dict(tensors), {}
 
     def begin(self, name: str, parameter: Tensor) -> None:
@@ -91,6 +92,7 @@ class Averages:
         """
         kept = {name: parameters[name] for name in self.tensors if name not in leave_out}
         owners = {name: stage_owners_of(parameter) for name, parameter in kept.items()}
+        self._is_placed = True
         if self._stored is not None:
             self.tensors |= _read(self._stored, kept)
             self._stored, self._owners = None, owners
@@ -98,7 +100,7 @@ class Averages:
         self._owners = owners
 
     def follow(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Do so where a parameter has moved to another stage, as the first step of a pipeline may show.
+        """Do so after `load`, and where a parameter has moved to another stage, as a first step may show.
 
         Args:
             parameters: Those that the module has now.
@@ -106,7 +108,7 @@ class Averages:
         Returns:
             Whether any has moved; alike on all ranks.
         """
-        has_moved = any(
+        has_moved = not self._is_placed or any(
             _ranks(self._owners.get(name)) != _ranks(stage_owners_of(parameters[name])) for name in self.tensors
         )
         if has_moved:

@@ -75,7 +75,7 @@ class ExponentialMovingAverage(Callback):
         self._steps = 0
         self._global_step = 0
         self._has_batches = False
-        self._is_loaded = False
+        self._is_loaded = self._has_begun = False
         self._keeps = True
         self._module: weakref.ref[nn.Module] | None = None
         self._strategy: weakref.ref[Strategy] | None = None
@@ -114,13 +114,15 @@ class ExponentialMovingAverage(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._average.load(state_dict["average"])  # whole, or in files; cut once the module is what it will be
-        self._steps = state_dict["steps"]
-        self._is_loaded = True
+        self._steps, self._is_loaded = state_dict["steps"], True
+        module: Any = self._module and self._module()
+        if self._has_begun and module is not None:  # the module is what it will be, and files may be gone at once
+            self._place(module.trainer, module)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._keeps, self._strategy = trainer.is_global_zero, weakref.ref(trainer.strategy)
-        self._is_loaded = False
+        self._is_loaded = self._has_begun = False
         if self._module is None or self._module() is not pl_module:
             self._module = weakref.ref(pl_module)
             self._begin_anew()
@@ -146,7 +148,7 @@ class ExponentialMovingAverage(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._place(trainer, pl_module)
         self._global_step = trainer.global_step
-        self._has_batches = False
+        self._has_batches, self._has_begun = False, True
 
     @override
     @torch.no_grad()
@@ -188,10 +190,11 @@ class ExponentialMovingAverage(Callback):
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def _swap_in(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        is_first = trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking
+        if is_first and not self._raw.tensors and (self._swaps or not self._average.is_here):
+            self._place(trainer, pl_module)
         if not self._swaps or self._raw.tensors:
             return
-        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
-            self._place(trainer, pl_module)
         parameters = _parameters(pl_module)
         self._average.follow(parameters)
         for name in self._average.tensors:

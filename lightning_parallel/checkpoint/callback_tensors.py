@@ -20,7 +20,15 @@ class TensorsOfRanks(dict[str, Tensor]):
     """
 
 
-def take_apart(callbacks: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+class _Gone:
+    """In the place of what is taken out of a state."""
+
+
+Taken = list[tuple[list[Any], list[str]]]
+"""The keys under which tensors of ranks were, from the outermost on, and their names."""
+
+
+def take_apart(callbacks: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any], Taken]:
     """Take tensors of ranks out of the states of callbacks.
 
     Args:
@@ -30,19 +38,23 @@ def take_apart(callbacks: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[st
         Key in the files -> this rank's tensor; the states without them; and what `put_back` needs to know.
     """
     tensors: dict[str, Tensor] = {}
-    states, taken = dict(callbacks), dict[str, Any]()
-    for key, state in callbacks.items():
-        found = {entry: value for entry, value in _entries(state) if isinstance(value, TensorsOfRanks)}
-        if not found:
-            continue
-        states[key] = {entry: value for entry, value in state.items() if entry not in found}
-        taken[key] = {entry: list(value) for entry, value in found.items()}
-        for entry, values in found.items():
-            tensors |= {_prefix(key, entry) + name: value for name, value in values.items() if not value.is_meta}
+    taken: Taken = []
+
+    def without(state: Any, keys: list[Any]) -> Any:
+        if isinstance(state, TensorsOfRanks):
+            taken.append((keys, list(state)))
+            tensors.update({_prefix(keys) + name: value for name, value in state.items() if not value.is_meta})
+            return _Gone
+        if type(state) is not dict:
+            return state
+        rest = {key: without(value, [*keys, key]) for key, value in state.items()}
+        return {key: value for key, value in rest.items() if value is not _Gone}
+
+    states = {key: without(state, [key]) for key, state in callbacks.items()}
     return tensors, states, taken
 
 
-def put_back(callbacks: Mapping[str, Any], taken: Mapping[str, Any], folder: StoredFolder) -> None:
+def put_back(callbacks: Mapping[str, Any], taken: Taken, folder: StoredFolder) -> None:
     """Give the states of callbacks their tensors, which are read when they are asked for.
 
     Args:
@@ -50,15 +62,13 @@ def put_back(callbacks: Mapping[str, Any], taken: Mapping[str, Any], folder: Sto
         taken: As `take_apart` has it.
         folder: The files.
     """
-    for key, entries in taken.items():
-        for entry, names in entries.items():
-            callbacks[key][entry] = stored = StoredTensors(folder, _prefix(key, entry))
-            stored.arrange(names, {})
+    for keys, names in taken:
+        state: Any = callbacks
+        for key in keys[:-1]:
+            state = state[key]
+        state[keys[-1]] = stored = StoredTensors(folder, _prefix(keys))
+        stored.arrange(names, {})
 
 
-def _entries(state: Any) -> Any:
-    return state.items() if isinstance(state, Mapping) else ()
-
-
-def _prefix(key: str, entry: str) -> str:
-    return f"{CALLBACKS}.{key}.{entry}."
+def _prefix(keys: list[Any]) -> str:
+    return ".".join(map(str, [CALLBACKS, *keys, ""]))

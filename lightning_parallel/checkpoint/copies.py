@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -22,14 +22,16 @@ def unshared(value: Any, living: Collection[int] | None = None) -> Any:
         living: Where the memory is that may change, as `memory_of` has it; other tensors are not copied. ``None`` for
             any.
     """
-    memories: dict[int, Tensor] = {}
+    memo: dict[int, Any] = {}
 
     def copied(each: Any) -> Any:
         if isinstance(each, Tensor):
-            return each if living is not None and memory_of(each) not in living else _copied_tensor(each, memories)
+            is_kept = living is not None and memory_of(each) not in living
+            return each if is_kept else copied_tensor(each, memo)
         if isinstance(each, Mapping) and hasattr(each, "copy"):
-            twin: Any = each.copy()
-            twin.update({key: copied(inner) for key, inner in each.items()})
+            twin: Any = copy.copy(each)
+            for key, inner in each.items():
+                twin[key] = copied(inner)  # one by one: to update a Counter is to add
             return twin
         if type(each) in (list, tuple, set):
             return type(each)(copied(inner) for inner in each)
@@ -63,19 +65,20 @@ def memory_of(tensor: Tensor) -> int:
     return 0
 
 
-def _copied_tensor(tensor: Tensor, memories: dict[int, Tensor]) -> Tensor:
+def copied_tensor(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """A copy of a tensor with memory of its own, of its kind and with its marks.
+
+    Args:
+        tensor: The tensor.
+        memo: What has been copied before: tensors that share memory share it in their copies, too.
+    """
     if hasattr(type(tensor), "__tensor_flatten__") and not isinstance(tensor, DTensor):
-        # One that is made of others, as in 8 bits, which may not know how to be cloned.
+        # One that is made of others, as in 8 bits, which may not know how to be copied.
         packed: Any = tensor
         names, known = packed.__tensor_flatten__()
-        inner = {name: _copied_tensor(getattr(tensor, name), memories) for name in names}
+        inner = {name: copied_tensor(getattr(tensor, name), memo) for name in names}
         twin: Tensor = type(packed).__tensor_unflatten__(inner, known, tensor.shape, tensor.stride())
         return twin
-    if type(tensor) is not Tensor or tensor.layout != torch.strided or not tensor.is_cpu:
+    if isinstance(tensor, DTensor) or not tensor.is_leaf:
         return tensor.detach().clone()
-    storage = tensor.untyped_storage()
-    if storage.data_ptr() not in memories:
-        whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
-        memories[storage.data_ptr()] = whole.clone()
-    own = memories[storage.data_ptr()].untyped_storage()
-    return torch.empty(0, dtype=tensor.dtype).set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    return copy.deepcopy(tensor, memo)

@@ -6,6 +6,7 @@ Lightning without this package and in torch.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -157,7 +158,9 @@ def load_whole_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, s
         # Torch copies parameters and buffers; as the state of a metric, a module takes what it is given.
         own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         own |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        parts = ((n, _like(each, targets.get(n)) if n in own else unshared(each)) for n, each in state_dict.items())
+        parts = (
+            (n, _like(each, targets.get(n)) if n in own else copy.deepcopy(each)) for n, each in state_dict.items()
+        )
         sharded = OrderedDict(parts)
     _take_metadata(sharded, state_dict)
     module.load_state_dict(sharded, strict=strict)
@@ -198,7 +201,9 @@ def load_whole_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -
     folders = {id(e.folder): e.folder for e in state["state"].values() if isinstance(e, StoredTensors)}
     for folder in folders.values():
         folder.read(reads)
-    optimizer.load_state_dict({**state, "state": shards})
+    loaded = {**state, "state": shards}
+    # Copies: torch would take the tensors themselves, which may be in a file that is mapped.
+    optimizer.load_state_dict(unshared(loaded) if not folders else loaded)
 
 
 def make_optimizer_whole(optimizer: Optimizer, own: Mapping[Tensor, Tensor]) -> None:
@@ -316,8 +321,7 @@ def _part_of_entries(entries: Mapping[str, Any], parameter: Tensor, reads: dict[
     if isinstance(entries, StoredTensors):
         parts = ((name, entries.part_like(name, parameter, reads)) for name in entries)
         return {name: part if isinstance(part, DTensor) else _like_state(part, parameter) for name, part in parts}
-    # Copies: torch would take the tensors themselves, which may be in a file that is mapped.
-    return {name: unshared(_like_state(value, parameter)) for name, value in entries.items()}
+    return {name: _like_state(value, parameter) for name, value in entries.items()}
 
 
 def _like_state(value: Any, parameter: Tensor) -> Any:

@@ -57,8 +57,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"the checkpoint {path} is damaged: its {MANIFEST} {problem}; give another one")
     if manifest.get("format") not in _READ:
         raise CheckpointError(
-            f"the checkpoint {path} has the format {manifest.get('format')}, where {' and '.join(map(str, _READ))} are "
-            "read; give one of those formats, or use the packages that wrote it, "
+            f"the checkpoint {path} has the format {manifest.get('format')}, where 1 and 2 are read; "
+            "give one of those formats, or use the packages that wrote it, "
             f"{manifest.get('versions', {})}, or later ones"
         )
     return dict(manifest)
@@ -137,7 +137,7 @@ def open_folder(path: Path, load: Callable[[Path], dict[str, Any]]) -> dict[str,
         for number in sorted(numbers):
             state["state"][number] = entries = StoredTensors(folder, f"{prefix}{number}.")
             entries.update(values.get(number, {}))
-    put_back(checkpoint.get(CALLBACKS, {}), checkpoint.pop(TAKEN, {}), folder)
+    put_back(checkpoint.get(CALLBACKS, {}), checkpoint.pop(TAKEN, []), folder)
     return checkpoint
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import fcntl
 import os
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parallel.checkpoint.copies import unshared
 from lightning_parallel.checkpoint.places import lock, put, remove
 from lightning_parallel.checkpoint.sharded_folder import is_folder
 from lightning_parallel.errors import CheckpointError
@@ -142,7 +142,8 @@ def read_mapped(path: Path, **options: Any) -> Any:
     """Read as `torch.load` does, but for weights and states of optimizers: their values are read when they are used.
 
     The file is mapped, so that processes of one machine share what they read of it. All else is in memory, whatever
-    becomes of the file.
+    becomes of the file. Whoever keeps one of those tensors needs the file: it may be replaced or removed, but not
+    written into.
 
     Args:
         path: A file that `torch.save` has written, in its format since 1.6.
@@ -153,9 +154,10 @@ def read_mapped(path: Path, **options: Any) -> Any:
     """
     value = torch.load(path, map_location="cpu", mmap=True, **options)
     if isinstance(value, dict):
-        for key, each in value.items():
-            if key not in _MAPPED and bytes_of_tensors(each):
-                value[key] = unshared(each)
+        try:
+            value.update(copy.deepcopy({key: each for key, each in value.items() if key not in _MAPPED}))
+        except Exception:  # of an object of the user's that cannot be copied
+            return torch.load(path, map_location="cpu", **options)
     return value
 
 

@@ -125,6 +125,8 @@ def _sizes(value: Any) -> dict[str, int]:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, StoredTensors):
+        value = value.described()
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple):

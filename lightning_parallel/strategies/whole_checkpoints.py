@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -46,7 +45,7 @@ _SHARE_OF_MEMORY = 4
 
 _OTHER_CHECKPOINT = (
     "ranks go on from different checkpoints: rank 0 has found {}, and rank {} {}. Each rank looks for "
-    "ckpt_path='last' and 'best' itself: save to a folder that all ranks see, or give the path of the checkpoint"
+    "ckpt_path='last' and 'best' itself, and reads what it sees: give ModelCheckpoint a dirpath that all ranks share"
 )
 
 _NOT_HERE = (
@@ -93,6 +92,8 @@ class WholeCheckpointsStrategy(PlannedStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        epoch, step = checkpoint.get("epoch"), checkpoint.get("global_step")
+        self._check_same_checkpoint(f"{checkpoint_path} (epoch {epoch}, step {step})", (epoch, step))
         if (trainer := self._trainer) is not None and trainer.state.fn == TrainerFn.FITTING:
             self._streams.take_from(checkpoint)
         return checkpoint
@@ -101,18 +102,22 @@ class WholeCheckpointsStrategy(PlannedStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if (trainer := self._trainer) is not None:
-            _lightning.resuming.before_loading(trainer, self._check_same_checkpoint)
+            _lightning.resuming.before_loading(trainer, self._check_all_have_one)
 
-    def _check_same_checkpoint(self, path: Any) -> None:
+    def _check_all_have_one(self, path: Any) -> None:
+        self._check_same_checkpoint(str(path or "none"), bool(path))
+
+    def _check_same_checkpoint(self, told: str, mark: object) -> None:
         """Refuse ranks that do not all go on from the same checkpoint, or from none. A collective.
 
         Args:
-            path: The one that this rank has found.
+            told: The one that this rank has found, in words.
+            mark: Equal on ranks that have found the same one; their folders may be copies.
         """
-        found = of_all_ranks(str(path or ""))
-        other = next((rank for rank, each in enumerate(found) if Path(each).name != Path(found[0]).name), None)
+        found = of_all_ranks((told, mark))
+        other = next((rank for rank, (_, each) in enumerate(found) if each != found[0][1]), None)
         if other is not None:
-            self.refuse([_OTHER_CHECKPOINT.format(found[0] or "none", other, found[other] or "none")])
+            self.refuse([_OTHER_CHECKPOINT.format(found[0][0], other, found[other][0])])
 
     @property
     def _trainer(self) -> Trainer | None:

@@ -53,7 +53,9 @@ def test_any_strategy_goes_on_with_the_average_that_ranks_wrote(
     rest = torch.load(path / "rest.pt", weights_only=True)
     assert rest["callbacks"][KEY] == {"steps": 3}
     stored = [key for key in StoredFolder(path).tensors if key.startswith(f"callbacks.{KEY}.average.")]
-    assert len(stored) == len(rest["callback_tensors"][KEY]["average"]) > 0
+    ((keys, names),) = rest["callback_tensors"]
+    assert list(keys) == [KEY, "average"]
+    assert len(stored) == len(names) > 0
     for reader in readers:
         found = run(ranks, reader, fit_until, str(path), True)[0]
         assert difference(found["average"], whole["average"]) <= TOLERANCE, reader
@@ -117,6 +119,66 @@ def test_an_average_that_nothing_has_asked_for_is_saved_again(ranks: Any, tmp_pa
     first, second = (averages_in(open_checkpoint(each)) for each in (path, other))
     assert list(first) == list(second)
     assert difference(dict(first), dict(second)) == 0
+
+
+class Nested(ExponentialMovingAverage):
+    """Keeps the state one level deeper."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner.one": {"state": super().state_dict()}, "other": 3}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict["inner.one"]["state"])
+
+
+def nested(strategy: str, num_ranks: int, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The average of a fit, and that which another one has loaded when it ends at once."""
+    found = []
+    for epochs, ckpt_path in ((1, None), (1, path)):
+        average = Nested(DECAY)
+        trainer = trainer_for(strategy, num_ranks, callbacks=[average], max_epochs=epochs)
+        trainer.fit(CASES["hf_gpt2"]("adamw"), loader(num_ranks, 2, "hf_gpt2"), ckpt_path=ckpt_path)
+        if ckpt_path is None:
+            trainer.save_checkpoint(path)
+        found.append(average._average)
+    return tuple({name: each.whole(name) for name in each.tensors} for each in found)  # type: ignore[return-value]
+
+
+def test_a_state_may_be_nested(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks(2).run(nested, in_parts("fsdp_custom"), 2, str(tmp_path / "a.ckpt"))[0]
+    assert len(first) > 0
+    assert difference(second, first) == 0
+
+
+def restored_in_the_middle(strategy: str, num_ranks: int, folder: str) -> dict[str, Any]:
+    """A checkpoint that is loaded in the middle of a fit, and removed at once, as `Tuner.lr_find` does it."""
+    average = ExponentialMovingAverage(DECAY)
+    path = str(Path(folder) / "a.ckpt")
+
+    class Restores(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(path)
+                checkpoint = trainer.strategy.load_checkpoint(path)
+                average.load_state_dict(copy.deepcopy(checkpoint["callbacks"][average.state_key]))
+                trainer.strategy.remove_checkpoint(path)
+
+    callbacks = [average, Restores()] if folder else [average]
+    L.seed_everything(3, verbose=False)
+    trainer = trainer_for(strategy, num_ranks, callbacks=callbacks)
+    trainer.fit(CASES["hf_gpt2"]("adamw"), loader(num_ranks, 4, "hf_gpt2"))
+    return average.full_state_dict(trainer)
+
+
+@pytest.mark.parametrize("form", ["sharded", "whole"])
+@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom"])
+def test_a_state_that_is_loaded_in_the_middle_of_a_fit_goes_on(
+    ranks: Any, tmp_path: Path, name: str, form: str
+) -> None:
+    strategy = f"{name}:checkpoint={form}"
+    expected = ranks(2).run(restored_in_the_middle, strategy, 2, "")[0]
+    found = ranks(2).run(restored_in_the_middle, strategy, 2, str(tmp_path))[0]
+    assert difference(found, expected) == 0
 
 
 def saved_behind_training(strategy: str, num_ranks: int, path: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_parallel import full_state_dict
@@ -124,6 +125,24 @@ def test_what_is_no_weight_is_in_memory(tmp_path: Path) -> None:
     assert read["n"] == 3
     assert torch.equal(state["mean"], mean)
     assert state["mean"].data_ptr() == state["same"].data_ptr()
+
+
+class Named(dict):  # type: ignore[type-arg]
+    """A class of the user's."""
+
+
+def test_what_is_in_memory_is_what_was_saved(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    number = torch.tensor([1 + 2j])
+    schedule = {"milestones": Counter({3: 1, 5: 1}), "last": torch.tensor(0.1)}
+    own = Named(value=nn.Parameter(torch.ones(2)), conj=number.conj(), of=[torch.ones(2, requires_grad=True)])
+    torch.save({"state_dict": {}, "lr_schedulers": [schedule], "own": own}, path)
+    read = read_mapped(path, weights_only=False)
+    assert read["lr_schedulers"][0]["milestones"] == schedule["milestones"]
+    assert type(read["own"]) is Named
+    assert type(read["own"]["value"]) is nn.Parameter
+    assert torch.equal(read["own"]["conj"], number.conj())
+    assert read["own"]["of"][0].requires_grad
 
 
 def test_files_of_the_old_format_are_read(ranks: Any, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from lightning_parallel.checkpoint.sharded_folder import damage_of_folder, open_
 from lightning_parallel.checkpoint.whole_file import write_whole
 from tests.data import loader
 from tests.jobs.checkpoints import equal_contents
+from tests.models.cases import ByteGPT
 from tests.models.pipelined import DeepTied
 from tests.names import num_readers
 from tests.parity import trainer_for
@@ -180,3 +181,33 @@ def test_the_one_before_is_there_until_the_next_one_is(name: str, ranks: Any, tm
     first, second = ranks(2).run(kept, f"{name}:checkpoint=async-sharded", tmp_path)
     one, two, three = (f"epoch=0-step={step}.ckpt" for step in (1, 2, 3))
     assert first == second == [[], [one], [two], [three]]
+
+
+def scheduled(strategy: str, path: str, resumes: bool) -> list[float]:
+    """The learning rates of a fit by milestones, which is saved in its middle, or goes on from there."""
+    rates: list[float] = []
+
+    class Rates(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            rates.append(float(trainer.optimizers[0].param_groups[0]["lr"]))
+            if trainer.global_step == 2 and not resumes:
+                trainer.save_checkpoint(path)
+
+    trainer = trainer_for(strategy, 2, callbacks=[Rates()])
+    trainer.fit(ByMilestones(), loader(2, 6), ckpt_path=path if resumes else None)
+    return rates
+
+
+class ByMilestones(ByteGPT):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5], gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+@pytest.mark.parametrize("form", ["async-whole", "async-sharded"])
+def test_milestones_of_a_schedule_are_saved_as_they_are(ranks: Any, tmp_path: Path, form: str) -> None:
+    """They are a Counter, of which an update with itself would count each twice."""
+    strategy = f"fsdp_custom:checkpoint={form}"
+    whole = ranks(2).run(scheduled, strategy, str(tmp_path / "a.ckpt"), False)[0]
+    assert ranks(2).run(scheduled, strategy, str(tmp_path / "a.ckpt"), True)[0] == whole[2:]

@@ -7,11 +7,13 @@ from typing import Any
 
 import lightning as L
 import pytest
+from torch import Tensor
 
+from lightning_parallel import full_state_dict
 from tests.data import loader
 from tests.models.cases import ByteGPT
 from tests.names import num_readers
-from tests.parity import trainer_for
+from tests.parity import TOLERANCE, difference, trainer_for
 
 BEGIN = "p.grad is None at "
 
@@ -79,6 +81,32 @@ def test_nothing_is_said_where_they_are_as_in_one_process(ranks: Any, make: Any,
     plain = said_of(make, "auto", 1)[1]
     assert lines == []
     assert seen == plain
+
+
+class Clears(ByteGPT):
+    """Forgets the first microstep of each window."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 4 == 0:
+            for parameter in self.parameters():
+                parameter.grad = None
+
+
+def cleared(strategy: str, num_ranks: int) -> dict[str, Tensor]:
+    L.seed_everything(3, verbose=False)
+    trainer = trainer_for(strategy, num_ranks, accumulate_grad_batches=4)
+    trainer.fit(Clears(), loader(1 if strategy == "auto" else num_ranks, 8))
+    return full_state_dict(trainer)
+
+
+@pytest.mark.parametrize("mode", ["last", "every"])
+@pytest.mark.parametrize("name", ["fsdp_custom", "zero2_custom"])
+def test_a_gradient_that_is_kept_can_be_cleared(ranks: Any, name: str, mode: str) -> None:
+    found = ranks(2).run(cleared, f"{name}:accumulation_sync={mode}", 2)[0]
+    assert difference(found, cleared("auto", 1)) < TOLERANCE
 
 
 def test_training_that_never_looks_is_silent(ranks: Any) -> None:

@@ -50,6 +50,17 @@ def test_a_rank_that_finds_none_is_refused(ranks: Any, tmp_path: Path, strategy:
     assert "rank 0 says why" in second
 
 
+@pytest.mark.parametrize("form", ["whole", "sharded"])
+def test_a_rank_that_finds_an_older_one_is_refused(ranks: Any, tmp_path: Path, form: str) -> None:
+    folder, strategy = str(tmp_path / "saved"), f"ddp_custom:checkpoint={form}"
+    ranks(2).run(fitted, strategy, folder, 1, None, False)
+    shutil.copytree(folder, f"{folder}-1")
+    ranks(2).run(fitted, strategy, folder, 2, "last", False)
+    first, _ = ranks(2).run(fitted, strategy, folder, 3, "last", True)
+    assert "last.ckpt (epoch 1, step 4), and rank 1 " in first
+    assert "(epoch 0, step 2)" in first
+
+
 def test_one_that_has_a_copy_goes_on(ranks: Any, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     ranks(2).run(fitted, "ddp_custom", folder, 1, None, False)
