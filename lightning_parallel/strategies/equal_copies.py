@@ -19,6 +19,8 @@ from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.ranks.sketches import Sketches
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from lightning.pytorch import LightningModule
 
 _ALWAYS = 4
@@ -145,12 +147,24 @@ class EqualGradients(_Looks):
 
     Example:
         >>> gradients = EqualGradients(module, device)
-        >>> gradients.look()  # before each update
+        >>> gradients.look_at(parameters)  # before each update
     """
+
+    _updated: frozenset[Tensor] = frozenset()
+
+    def look_at(self, parameters: Collection[Tensor]) -> None:
+        """Compare the gradients of `parameters`, if it is time to: those of other optimizers may not be reduced yet.
+
+        Raises:
+            RanksDifferError: If they differ.
+        """
+        self._updated = frozenset(parameters)
+        self.look()
 
     @override
     def _own(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self._module.named_parameters() if p.grad is not None}
+        named = ((name, p) for name, p in self._module.named_parameters() if p in self._updated)
+        return {name: p.grad for name, p in named if p.grad is not None}
 
     @override
     def _in_words(self, parted: Partings, step: int, agreed: int | None) -> str:

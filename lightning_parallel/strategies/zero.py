@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerStatus
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -55,9 +56,9 @@ class ZeroStrategy(DDPStrategy):
         if self.world_size > 1 and self.first_step.check != "off":
             self._gradients = EqualGradients(self.module, self.root_device)
 
-    def _look_at_gradients(self) -> None:
+    def _look_at_gradients(self, parameters: Collection[Tensor]) -> None:
         if self._gradients is not None:
-            self._gradients.look()
+            self._gradients.look_at(parameters)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

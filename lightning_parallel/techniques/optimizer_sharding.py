@@ -8,7 +8,7 @@ statistics of a whole matrix (Adafactor, Muon, LAMB) compute the same as on one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,7 +103,7 @@ class ShardedOptimizer:
         optimizer: The user's, on plain parameters; these and their gradients are equal on all ranks.
         host_group: All ranks, for host memory, where whole state is gathered: a device has no room for it. By default
             the process group, which has to be for host memory then.
-        look: Called before each update, when all gradients are there.
+        look: Called with the parameters before each update, when all gradients are there.
 
     Example:
         >>> sharded = ShardedOptimizer(torch.optim.AdamW(ddp.parameters()))
@@ -114,7 +114,7 @@ class ShardedOptimizer:
         self,
         optimizer: Optimizer,
         host_group: ProcessGroup | None = None,
-        look: Callable[[], None] = lambda: None,
+        look: Callable[[Collection[Tensor]], None] = lambda parameters: None,
     ) -> None:
         self.optimizer, self._look = optimizer, look
         self._host_group = host_group
@@ -201,7 +201,7 @@ class ShardedOptimizer:
         return list(dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"]))
 
     def _hide(self) -> None:
-        self._look()
+        self._look(self._parameters())
         self._hidden = [(p, p.grad) for p in self._foreign if p.grad is not None]
         for parameter, _ in self._hidden:
             parameter.grad = None

@@ -61,3 +61,25 @@ class Averaged(Assigned):
     def averaged(self, gradient: Tensor) -> Tensor:
         gathered: Any = self.all_gather(gradient)
         return gathered.mean(0) if gathered.ndim > gradient.ndim else gathered  # type: ignore[no-any-return]
+
+
+class TwoUntoggled(Tokens):
+    """Two optimizers, each of which steps while gradients of the other's parameters wait for its own turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        inner = list(self.model.blocks.parameters())
+        outer = [p for p in self.parameters() if all(p is not each for each in inner)]
+        return torch.optim.SGD(inner, lr=0.1), torch.optim.SGD(outer, lr=0.1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizers: Any = self.optimizers()
+        for index, optimizer in enumerate(optimizers):
+            loss = next_token_loss(self.model(batch[0]), batch[0]) * (1 + index)
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()

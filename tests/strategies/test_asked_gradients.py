@@ -92,3 +92,11 @@ def test_norms_of_rows_are_those_of_whole_rows(make: Any, name: str, ranks: Any)
     size = 2 if name in ("tp_custom", "fsdp_custom") else 4
     expected, _ = once(fitted, make, "auto", 1)
     assert worst(ranks(size).run(fitted, make, checked(name), size)[0][0], expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["ddp_custom", "zero1_custom", "zero2_custom", "fsdp_custom"])
+def test_gradients_of_another_optimizer_may_wait(name: str, ranks: Any) -> None:
+    expected, _ = once(fitted, asked_gradients.TwoUntoggled, "auto", 1)
+    assert is_moving(expected)
+    found = ranks(2).run(fitted, asked_gradients.TwoUntoggled, checked(name), 2)[0][0]
+    assert worst(found, expected) < TOLERANCE
