@@ -70,6 +70,8 @@ class WholeCheckpointsStrategy(PlannedStrategy):
         self._has_cut_optimizers = True
         # Whether the checkpoint that is being made has the tensors of each rank.
         self._writes_parts = False
+        # Whether all ranks are about to load the checkpoint with which a run begins.
+        self._begins_with_checkpoint = False
         self._staging = Staging()
 
     @property
@@ -92,8 +94,10 @@ class WholeCheckpointsStrategy(PlannedStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        epoch, step = checkpoint.get("epoch"), checkpoint.get("global_step")
-        self._check_same_checkpoint(f"{checkpoint_path} (epoch {epoch}, step {step})", (epoch, step))
+        if self._begins_with_checkpoint:  # and no rank has called this by itself
+            self._begins_with_checkpoint = False
+            epoch, step = checkpoint.get("epoch"), checkpoint.get("global_step")
+            self._check_same_checkpoint(f"{checkpoint_path} (epoch {epoch}, step {step})", (epoch, step))
         if (trainer := self._trainer) is not None and trainer.state.fn == TrainerFn.FITTING:
             self._streams.take_from(checkpoint)
         return checkpoint
@@ -106,6 +110,7 @@ class WholeCheckpointsStrategy(PlannedStrategy):
 
     def _check_all_have_one(self, path: Any) -> None:
         self._check_same_checkpoint(str(path or "none"), bool(path))
+        self._begins_with_checkpoint = bool(path)
 
     def _check_same_checkpoint(self, told: str, mark: object) -> None:
         """Refuse ranks that do not all go on from the same checkpoint, or from none. A collective.

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_parallel import ConfigurationError
 from tests.data import loader
@@ -73,3 +74,22 @@ def test_all_go_on_from_where_they_were(ranks: Any, tmp_path: Path) -> None:
     ranks(2).run(fitted, "fsdp_custom", folder, 1, None, False)
     assert ranks(2).run(fitted, "fsdp_custom", folder, 2, "last", False) == [4, 4]
     assert ranks(2).run(fitted, "fsdp_custom", folder, 3, f"{folder}/last.ckpt", False) == [6, 6]
+
+
+def read_by_rank_0(strategy: str, path: str) -> int:
+    """The step of a checkpoint that one rank alone looks into, in a hook."""
+    steps = [0]
+
+    class Looks(Callback):
+        def on_train_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.is_global_zero:
+                steps[0] = trainer.strategy.load_checkpoint(path)["global_step"]
+
+    trainer_for(strategy, 2, callbacks=[Looks()]).fit(ByteGPT("adamw"), loader(2, 1), ckpt_path=None)
+    return steps[0]
+
+
+def test_one_rank_may_look_into_a_file_by_itself(ranks: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    ranks(2).run(fitted, "fsdp_custom:checkpoint=whole", folder, 1, None, False)
+    assert ranks(2).run(read_by_rank_0, "fsdp_custom", f"{folder}/last.ckpt") == [2, 0]
