@@ -7,10 +7,10 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -51,7 +51,6 @@ def operands_made_whole(
     whole: Callable[[DTensor], Tensor],
     part: Callable[[Tensor, DTensor], Tensor],
     tell_kept: Callable[[], None],
-    refuse_shard: Callable[[], NoReturn],
 ) -> Iterator[None]:
     """Inside this context, what torch cannot compute with DTensors is computed with whole tensors.
 
@@ -68,14 +67,11 @@ def operands_made_whole(
         whole: From a DTensor to its whole value as a plain tensor, in the graph of autograd. A collective.
         part: From a whole, plain tensor and a DTensor of its shape, to the former in the form of the latter.
         tell_kept: Called where user code asks for a gradient that is not reduced yet, and finds none.
-        refuse_shard: Called where a step asks for the gradient of a shard, and has computed with the gathered form.
     """
 
     def called(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
         is_left = name in _LEFT or (name.startswith("_") and not name.startswith("__"))
-        if function is torch.autograd.grad and is_active():
-            return _gradients(args, kwargs, refuse_shard)
         if is_left or torch.compiler.is_compiling() or _is_internal(inspect.currentframe()) or not is_active():
             result = _plainly(function, args, kwargs)
         else:
@@ -85,7 +81,7 @@ def operands_made_whole(
         if name == "requires_grad_" or function == _SET_TRAINED:
             unit_parameters.train_gathered(args[0])
         of_gradient = function in (_GET_GRADIENT, _SET_GRADIENT) and unit_parameters.keeps_gradient(args[0])
-        if of_gradient and not _is_internal(inspect.currentframe()) and is_active():
+        if of_gradient and not _is_internal(frame := inspect.currentframe()) and not _moves(frame) and is_active():
             _meet_kept_gradient(*args, found=result, tell=tell_kept)
         return result
 
@@ -142,22 +138,17 @@ def _meet_kept_gradient(shard: Tensor, *given: Any, found: Any, tell: Callable[[
         tell()
 
 
-def _gradients(args: Any, kwargs: Any, refuse_shard: Callable[[], NoReturn]) -> Any:
-    """`torch.autograd.grad`, whose inputs a step may know in another form than that with which it has computed."""
-    try:
-        return _plainly(torch.autograd.grad, args, kwargs)
-    except RuntimeError as error:
-        if "not have been used in the graph" not in str(error) or not any(map(unit_parameters.is_shard, args[1])):
-            raise
-    return refuse_shard()
-
-
 def _is_internal(own: FrameType | None) -> bool:
     """Whether the code that has called a function of torch, which calls `own`, knows of DTensors."""
     frame = own and own.f_back
     while frame is not None and (name := str(frame.f_globals.get("__name__", ""))).startswith(_CALLING):
         frame = frame.f_back
     return frame is not None and name.startswith(_KNOWING)
+
+
+def _moves(own: FrameType | None) -> bool:
+    """Whether ``module.to(...)``, which looks at each gradient, has called a function of torch, which calls `own`."""
+    return own is not None and own.f_back is not None and own.f_back.f_code is nn.Module._apply.__code__
 
 
 class _Call:

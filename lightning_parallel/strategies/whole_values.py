@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel import _lightning, _torch
-from lightning_parallel.errors import ConfigurationError, line_of_user
+from lightning_parallel.errors import line_of_user
 from lightning_parallel.module.placeholders import Placeholder
 from lightning_parallel.ranks.dtensors import sharded_like
 from lightning_parallel.ranks.host_reads import HostReads, at
@@ -30,13 +30,6 @@ _KEPT = (
     "reduced with the last microstep, where one process has their sum so far. Read gradients in on_after_backward, "
     "before which they are reduced each time, or in on_before_optimizer_step, or give accumulation_sync='every'; what "
     "clears them is the zero_grad of self.optimizers(), and not that of the module"
-)
-
-
-_OF_SHARD = (
-    "torch.autograd.grad {} asks for the gradient of a parameter of which this rank has a shard, and the step has "
-    "computed with its gathered form. Give layers=[] (fsdp_custom:layers=[]), under which the step finds whole "
-    "parameters and gets the gradients of its own samples, as under DDP, or use ddp_custom"
 )
 
 
@@ -60,7 +53,7 @@ def whole_values(trainer: Trainer, module: LightningModule, mesh: Mesh) -> Itera
         _torch.tensors.data_checked(_check_data) if is_cut else contextlib.nullcontext(),
         _torch.host_reads.reads_intercepted(module, reader, sharded_like),
         _torch.whole_operands.operands_made_whole(
-            reads.user_code_runs, in_steps.whole, sharded_like, _KeptGradients().tell, _refuse_shard
+            reads.user_code_runs, in_steps.whole, sharded_like, _KeptGradients().tell
         ),
         _lightning.gradient_norms_read(),
         _logging_whole_values(trainer, module, reads),
@@ -105,10 +98,6 @@ class _KeptGradients:
         if not self._is_told:
             self._is_told = True
             rank_zero_warn(_KEPT.format(at(line_of_user())))
-
-
-def _refuse_shard() -> NoReturn:
-    raise ConfigurationError([_OF_SHARD.format(at(line_of_user()))])
 
 
 def _check_data(tensor: Tensor, values: Any) -> None:
