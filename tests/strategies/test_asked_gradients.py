@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from tests.data import batches
 from tests.jobs.first_steps import said
@@ -31,7 +32,12 @@ def test_a_weight_of_gradients_is_told_of(name: str, ranks: Any) -> None:
     assert len(lines) == 1
 
 
-@pytest.mark.parametrize("make", [asked_gradients.Weighted, asked_gradients.WeightedInside])
+NEWEST = pytest.mark.skipif(
+    torch.__version__ >= "2.15", reason="torch 2.15 ends a second torch.autograd.grad through a DTensor in an error"
+)
+
+
+@pytest.mark.parametrize("make", [asked_gradients.Weighted, pytest.param(asked_gradients.WeightedInside, marks=NEWEST)])
 def test_ranks_that_share_samples_have_those_of_one_process(make: Any, ranks: Any) -> None:
     expected, _ = once(fitted, make, "auto", 1)
     found, lines = ranks(2).run(fitted, make, checked("tp_custom"), 2)[0]
