@@ -205,3 +205,22 @@ def test_a_save_in_the_background_has_the_average_of_its_step(ranks: Any, tmp_pa
     assert difference({name: exported[name] for name in exported}, then) == 0
     twin = copy.deepcopy(checkpoint["callbacks"])[KEY]["average"]
     assert twin.folder is checkpoint["callbacks"][KEY]["average"].folder
+
+
+def of_nothing_yet(strategy: str, num_ranks: int, path: str) -> tuple[int, int]:
+    """The number of averages in a checkpoint of before the first update, and behind the fit that goes on from it."""
+    saves = ExponentialMovingAverage(DECAY, start_step=100)
+    trainer = trainer_for(strategy, num_ranks, callbacks=[saves])
+    trainer.fit(CASES["hf_gpt2"]("adamw"), loader(num_ranks, 2, "hf_gpt2"))
+    trainer.save_checkpoint(path)
+    goes_on = ExponentialMovingAverage(DECAY)
+    trainer = trainer_for(strategy, num_ranks, callbacks=[goes_on], max_epochs=2)
+    trainer.fit(CASES["hf_gpt2"]("adamw"), loader(num_ranks, 2, "hf_gpt2"), ckpt_path=path)
+    return len(saves._average.tensors), len(goes_on._average.tensors)
+
+
+@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom"])
+def test_a_checkpoint_of_before_the_first_update(ranks: Any, tmp_path: Path, name: str) -> None:
+    before, after = ranks(2).run(of_nothing_yet, in_parts(name), 2, str(tmp_path / "a.ckpt"))[0]
+    assert before == 0
+    assert after > 0
