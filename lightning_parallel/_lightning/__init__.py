@@ -29,6 +29,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler, _request_dataloader
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import grads
 from lightning.pytorch.utilities.data import _is_dataloader_shuffled, _update_dataloader
 from torch import Tensor
@@ -103,6 +104,12 @@ def attached_trainer(module: LightningModule) -> Trainer | None:
     `LightningModule._trainer`, since 1.4; the public `trainer` raises where there is none.
     """
     return module._trainer
+
+
+def was_interrupted(module: LightningModule | None) -> bool:
+    """Whether the run of `module` ends after an error: other ranks may be gone."""
+    trainer = None if module is None else attached_trainer(module)
+    return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
 
 def is_compiled(module: LightningModule) -> bool:

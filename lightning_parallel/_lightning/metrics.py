@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,11 @@ if TYPE_CHECKING:
 def last_value(metric: Metric) -> Any:
     """The last value of `metric.forward`. `Metric._forward_cache`, since 0.1; waits for a public property."""
     return metric._forward_cache
+
+
+def set_last_value(metric: Metric, value: Any) -> None:
+    """Let `value` be what `metric.forward` has returned last, as loggers show it in each step."""
+    metric._forward_cache = value
 
 
 def state_names(metric: Metric) -> Sequence[str]:
@@ -33,3 +40,23 @@ def set_states(metric: Metric, values: Mapping[str, Any], *, last: Any) -> None:
     metric._computed, metric._forward_cache = None, last
     for name, value in values.items():
         setattr(metric, name, value)
+
+
+def empty_copy(metric: Metric) -> Metric:
+    """Copy `metric` without samples, and without the hooks on it; its value is that of this rank.
+
+    `torch.nn.Module._forward_hooks`, since 0.2: a hook may hold what cannot be copied; there is no public way to leave
+    it out.
+    """
+    states = {name: getattr(metric, name) for name in state_names(metric)}
+    without = {id(metric._forward_hooks): OrderedDict[int, Any]()}
+    for name, state in states.items():
+        setattr(metric, name, [] if isinstance(state, list) else state)
+    try:
+        empty = copy.deepcopy(metric, without)
+    finally:
+        for name, state in states.items():
+            setattr(metric, name, state)
+    empty.sync_on_compute = False
+    empty.reset()
+    return empty

@@ -14,15 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_parallel._torch import host_reads, unit_parameters
+from lightning_parallel._torch import host_reads, unit_parameters, written_numbers
 
 _TORCH = torch._C._disabled_torch_function_impl
 _installed: list[Any] = []
 """The functions of runs that are set up, the innermost last."""
 _SEEN = "_lightning_parallel_seen"
+_LISTS = "_foreach_"
+"""The beginning of the names of functions of lists of tensors."""
 _LEFT = frozenset({"__get__", "__delete__", "backward", "grad", "equal", "detach", "requires_grad_"})
-"""Functions that compute nothing with values, or that need the very tensors they are given, as do those of lists, whose
-names begin with an underscore."""
+"""Functions that compute nothing with values, or that need the very tensors they are given, as do those whose names
+begin with an underscore."""
 _SET_TRAINED = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _GET_GRADIENT, _SET_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__, vars(torch._C.TensorBase)["grad"].__set__
 _TRANSPOSING = frozenset({"t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_", "resize_"})
@@ -51,6 +53,7 @@ def operands_made_whole(
     whole: Callable[[DTensor], Tensor],
     part: Callable[[Tensor, DTensor], Tensor],
     tell_kept: Callable[[], None],
+    tell_written: Callable[[str, written_numbers.Number], None],
 ) -> Iterator[None]:
     """Inside this context, what torch cannot compute with DTensors is computed with whole tensors.
 
@@ -67,15 +70,18 @@ def operands_made_whole(
         whole: From a DTensor to its whole value as a plain tensor, in the graph of autograd. A collective.
         part: From a whole, plain tensor and a DTensor of its shape, to the former in the form of the latter.
         tell_kept: Called where user code asks for a gradient that is not reduced yet, and finds none.
+        tell_written: Called where user code has written into a DTensor, with the function and the numbers it was given.
     """
 
     def called(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
-        is_left = name in _LEFT or (name.startswith("_") and not name.startswith("__"))
+        is_left = name in _LEFT or (name.startswith("_") and not name.startswith(("__", _LISTS)))
         if is_left or torch.compiler.is_compiling() or _is_internal(inspect.currentframe()) or not is_active():
             result = _plainly(function, args, kwargs)
         else:
-            result = _Call(function, name, args, kwargs, whole, part).result()
+            call = _Call(function, name, args, kwargs, whole, part)
+            result = call.result()
+            written_numbers.follow(function, args, kwargs, call.target, result, tell_written)
         # Through a reference from before the step, such as those in optimizers, while the gathered form is computed
         # with.
         if name == "requires_grad_" or function == _SET_TRAINED:
@@ -160,12 +166,15 @@ class _Call:
         self._sets_attribute, self._sets_items = name == "__set__", name == "__setitem__"
         in_place = self._sets_items or (name.startswith("__i") if name.endswith("__") else name.endswith("_"))
         self._out = kwargs.get("out")
-        self._target = args[0] if args and in_place else self._out
+        self.target = args[0] if args and in_place else self._out
+        """The tensor that is written into; ``None`` where one is returned, or an attribute set."""
 
     def result(self) -> Any:
+        if self._name.startswith(_LISTS):
+            return _plainly(self._function, self._args, self._kwargs)
         if self._sets_attribute:
             return _plainly(self._function, (self._args[0], *map(self._like_target, self._args[1:])), self._kwargs)
-        if isinstance(self._target, DTensor) and (written := _written_by_view(self._target)) is not None:
+        if isinstance(self.target, DTensor) and (written := _written_by_view(self.target)) is not None:
             return self._write_view(written)
         if self._is_mixed():
             return self._with_whole_tensors()
@@ -179,7 +188,7 @@ class _Call:
             return self._with_whole_tensors()
         # What a rank has of a value is a summand of it: norms of rows are not written into as such.
         is_summand = isinstance(result, DTensor) and any(each.is_partial() for each in result.placements)
-        is_single = isinstance(result, DTensor) and (not result.ndim or is_summand) and self._target is None
+        is_single = isinstance(result, DTensor) and (not result.ndim or is_summand) and self.target is None
         # A view without gradients, such as an element, may be written into.
         is_value = is_single and (result._base is None or torch.is_grad_enabled())
         return self._whole(result) if is_value else result
@@ -191,12 +200,12 @@ class _Call:
         things with parts along several axes.
         """
         values = [value for value in tree_leaves((self._args, self._kwargs)) if isinstance(value, Tensor)]
-        if isinstance(self._target, DTensor) and (self._sets_items or self._out is not None):
+        if isinstance(self.target, DTensor) and (self._sets_items or self._out is not None):
             return True
-        if self._target is None and self._name not in _BY_PARTS and any(map(_is_strided, values)):
+        if self.target is None and self._name not in _BY_PARTS and any(map(_is_strided, values)):
             return True
         return any(
-            not isinstance(value, DTensor) and (value.ndim or (torch.is_grad_enabled() and self._target is None))
+            not isinstance(value, DTensor) and (value.ndim or (torch.is_grad_enabled() and self.target is None))
             for value in values
         )
 
@@ -209,9 +218,9 @@ class _Call:
 
         args, kwargs = tree_map_only(DTensor, noted, (self._args, self._kwargs))
         result = self._function(*args, **kwargs)
-        if isinstance(self._target, DTensor):
-            self._write(self._target, args[0] if self._out is None else kwargs["out"])
-            return self._target
+        if isinstance(self.target, DTensor):
+            self._write(self.target, args[0] if self._out is None else kwargs["out"])
+            return self.target
         if not torch.is_grad_enabled() and _storages(result) & _storages(made):
             # What is written into a view has to reach the part.
             args, kwargs = tree_map_only(DTensor, _copy_for_views, (self._args, self._kwargs))
@@ -220,7 +229,7 @@ class _Call:
 
     def _write_view(self, written: DTensor) -> Any:
         """Write into a view, of which torch has made a copy, and so into the tensor that is seen."""
-        target: Any = self._target
+        target: Any = self.target
         whole = self._whole(written).detach()
         view = whole if target._base is None else target._view_func_unsafe(whole)
 

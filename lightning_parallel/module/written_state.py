@@ -58,10 +58,9 @@ class WrittenState:
         now = dict(self._values())
         return [name for name in self._before if name in now and self._is_changed(name, now[name])]
 
-    def new_tensors(self) -> dict[str, Tensor]:
-        """Attributes that were not there before and hold tensors now: caches, or what the next step begins with."""
-        now = self._values()
-        return {name: value for name, value in now if name not in self._before and isinstance(value, Tensor)}
+    def new_values(self) -> dict[str, Any]:
+        """Attributes that were not there before and hold something now: caches, or what hooks and later steps read."""
+        return {name: value for name, value in self._values() if name not in self._before}
 
     def of_samples(self, count: int) -> list[str]:
         """Names of attributes, other than buffers, that were tensors with a row for each of `count` samples."""
@@ -79,7 +78,7 @@ class WrittenState:
         """
         now, buffers = dict(self._values()), self._buffers()
         found = {}
-        for name in (*self.changed(), *self.new_tensors()):
+        for name in (*self.changed(), *self.new_values()):
             if name not in buffers:
                 value = now[name]
                 if isinstance(value, Tensor) and value.numel() > _MOST:
@@ -124,7 +123,7 @@ class WrittenState:
 
     def _begin_of_new(self, name: str, value: list[Any]) -> int:
         """The number of entries that were there before, where others have only been added behind them."""
-        mark = self._marks[name]
+        mark = self._marks.get(name)
         before = mark if isinstance(mark, list) else value[:mark] if isinstance(mark, int) else []
         return len(before) if _is_same(_mark(value[: len(before)]), mark) else 0
 

@@ -147,7 +147,7 @@ class CutStep:
                     found[0].backward()  # type: ignore[no-untyped-call]
             return joined.gradients()
 
-        with self._parameters.checked():
+        with self._parameters.checked(), metrics.shown(is_cut=not batch.joins):
             self.execution(forward, join if batch.joins else None).run(actions)
         return self._share(outputs, logs, metrics, batch.part_size, losses, state)
 

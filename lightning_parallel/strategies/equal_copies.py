@@ -17,24 +17,21 @@ from lightning_parallel.ranks.dtensors import local_of
 from lightning_parallel.ranks.fingerprints import Partings, differing, of_copies, parted_in_words, where_in_words
 from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.ranks.sketches import Sketches
+from lightning_parallel.strategies.looks import Looks
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from lightning.pytorch import LightningModule
 
-_ALWAYS = 4
-"""Steps before each of which ranks are compared; then those whose number is a power of two, up to `_EVERY`."""
-_EVERY = 1024
-"""From there on, every so many: it takes a pass over the parameters, where a step takes dozens."""
 _ROUNDING = 1e-4
 """The difference, as a share of the norm, that is not taken for that of another value."""
 _ROUNDING_OF_KERNELS = 5e-2
 """The same in 16 bits, and on devices whose kernels may add in no fixed order: Adam makes whole steps of the signs."""
 
 
-class _Looks:
-    """Counts steps, and compares what ranks hold before some of them: ever more rarely.
+class _ValueLooks(Looks):
+    """Compares values, of which those that differ by rounding are told once, and end nothing.
 
     Args:
         module: The module.
@@ -42,24 +39,12 @@ class _Looks:
     """
 
     def __init__(self, module: LightningModule, device: torch.device) -> None:
-        self._module, self._device = module, device
-        self._num_steps = 0
-        self._agreed: int | None = None
-        """The number of updates before the latest look that has found nothing."""
+        super().__init__(module)
+        self._device = device
         self._has_told = False
 
-    def look(self) -> None:
-        """Compare the ranks, if it is time to. A collective then.
-
-        Raises:
-            RanksDifferError: What differs, on rank 0, and since when.
-        """
-        self._num_steps += 1
-        step = self._num_steps
-        if step <= _ALWAYS or step % _EVERY == 0 or (step < _EVERY and not step & (step - 1)):
-            self._compare()
-
-    def _compare(self) -> None:
+    @override
+    def compare(self) -> None:
         trainer = self._module.trainer
         found = differing(of_copies(self._own().items()))
         if found and (parted := self._parted(found)):
@@ -95,7 +80,7 @@ class _Looks:
         return parted
 
 
-class EqualCopies(_Looks):
+class EqualCopies(_ValueLooks):
     """Ends a fit whose ranks have parted: gradients are averaged, and a rank may have done something else by itself.
 
     Such as drawn the first values of a parameter in a step, written through ``.data`` what its own samples give, or
@@ -135,7 +120,7 @@ class EqualCopies(_Looks):
         return parted_in_words(parted, step, agreed)
 
 
-class EqualGradients(_Looks):
+class EqualGradients(_ValueLooks):
     """Ends a fit in which each rank is about to update its share of the parameters by gradients of its own samples.
 
     Where each rank updates all of them, the copies part, which `EqualCopies` finds; where it updates some for all

@@ -16,6 +16,7 @@ from lightning_parallel.ranks.fingerprints import of_batch
 from lightning_parallel.ranks.mesh import build_host_group
 from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.strategies.epoch_ends import EpochEnds
+from lightning_parallel.strategies.equal_changes import EqualChanges
 from lightning_parallel.strategies.equal_copies import EqualCopies
 from lightning_parallel.strategies.evaluation_turns import EvaluationTurns, nothing_left
 from lightning_parallel.strategies.loader_lengths import length_violations, unequal_sharers
@@ -25,6 +26,8 @@ from lightning_parallel.strategies.rank_buffers import RankBuffers
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+    from lightning_parallel._torch.written_numbers import Number
+
 
 class LockStepStrategy(ProcessGroupStrategy):
     """Ends epochs of training on all ranks together, and counts each sample once where it evaluates."""
@@ -32,7 +35,7 @@ class LockStepStrategy(ProcessGroupStrategy):
     _epoch_ends: EpochEnds | None = None
     _turns: EvaluationTurns | None = None
     _rank_buffers: RankBuffers | None = None
-    _copies: EqualCopies | None = None
+    _looks: tuple[EqualChanges, EqualCopies] | None = None
     _readers: list[int]
     _compared: set[tuple[Any, int]]
 
@@ -95,15 +98,32 @@ class LockStepStrategy(ProcessGroupStrategy):
         super().on_train_start()
         if self.world_size > 1:
             self._rank_buffers = RankBuffers(self.module)
-            self._copies = None if self.first_step.check == "off" else EqualCopies(self.module, self.root_device)
+            if self.first_step.check != "off":
+                self._looks = EqualChanges(self.module), EqualCopies(self.module, self.root_device)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if self._rank_buffers is not None:
             self._rank_buffers.begin_step()
-        if self._copies is not None:
-            self._copies.look()
+        for ranks in self._looks or ():
+            ranks.look()
+
+    def on_write(self, call: str, number: Number) -> None:
+        """Note what user code writes into tensors of which each rank has a part.
+
+        Args:
+            call: What it has called.
+            number: The numbers it was given.
+        """
+        if self._looks is not None:
+            self._looks[0].on_write(call, number)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._looks is not None:
+            self._looks[0].compare()
 
     def _begin_turns(self) -> None:
         self._end_turns()
@@ -167,7 +187,10 @@ class LockStepStrategy(ProcessGroupStrategy):
     @override
     def teardown(self) -> None:
         self._end_turns()
-        self._rank_buffers = self._copies = None
+        self._rank_buffers = None
+        if self._looks is not None:
+            self._looks[0].close()
+            self._looks = None
         if self._epoch_ends is not None:
             self._epoch_ends.detach()
             self._epoch_ends = None

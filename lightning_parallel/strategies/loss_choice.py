@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.module.differences import first_of, value_difference
@@ -214,7 +215,7 @@ class _Rest:
         self._module, self._step, self._batch, self._weights, self._has_loss = module, step, batch, weights, has_loss
         self._ignored: set[int] = set()
         self._written: list[str] = []
-        self._new: dict[str, Tensor] = {}
+        self._new: dict[str, Any] = {}
         self._logged_otherwise: Trial | None = None
         self._unjoined = ""
 
@@ -277,20 +278,27 @@ class _Rest:
             finally:
                 self._unjoined = self._unjoined or joined.unjoined
             weight = float(count()) if self._has_loss else 1.0
-            self._written = self._written or state.changed() or self._differing(state.new_tensors())
+            self._written = self._written or state.changed() or self._differing(state.new_values())
         check(foreign_violations(output, logs, metrics, joins=True))
         return float(loss_in(output)) if self._has_loss else 0.0, weight
 
-    def _differing(self, new: dict[str, Tensor]) -> list[str]:
+    def _differing(self, new: dict[str, Any]) -> list[str]:
         """Names of new attributes that are not what another run has left there, as a mask that is cached would be."""
-        known = {name: self._new.setdefault(name, tensor) for name, tensor in new.items()}
-        return [name for name, tensor in new.items() if not _is_equal(known[name], tensor)]
+        known = {name: self._new.setdefault(name, value) for name, value in new.items()}
+        return [name for name, value in new.items() if not _is_equal(known[name], value)]
 
 
-def _is_equal(first: Tensor, second: Tensor) -> bool:
+def _is_equal(first: Any, second: Any) -> bool:
+    leaves, others = tree_leaves(first), tree_leaves(second)
+    return len(leaves) == len(others) and all(map(_is_equal_leaf, leaves, others))
+
+
+def _is_equal_leaf(first: Any, second: Any) -> bool:
     if is_placeholder(first) or is_placeholder(second):
         return False
-    return first.shape == second.shape and torch.equal(first, second)
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.shape == second.shape and torch.equal(first, second)
+    return first is second or (type(first) is type(second) and bool(first == second))
 
 
 def _logged_otherwise(together: StepLogs, apart: StepLogs, tolerance: float) -> Trial | None:

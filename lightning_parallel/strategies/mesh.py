@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_parallel import _lightning, _torch
@@ -190,7 +190,9 @@ class MeshStrategy(MeshedStrategy):
         self._while_set_up.enter_context(_torch.random_states.states_of_ranks(self.mesh.devices))
         self._parallel = ParallelModule(self, self.mesh)
         replaces = self._parallel.current.plan.replaces_parameters
-        self._while_set_up.enter_context(while_set_up(trainer, self.module, self.mesh, replaces=replaces))
+        self._while_set_up.enter_context(
+            while_set_up(trainer, self.module, self.mesh, self.on_write, replaces=replaces)
+        )
         set_module_device(self.module, self.root_device)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._has_cut_optimizers = is_fitting or self._parallel.was_left
@@ -225,9 +227,7 @@ class MeshStrategy(MeshedStrategy):
     def teardown(self) -> None:
         self._while_set_up.close()
         if self._parallel is not None:
-            trainer = _lightning.attached_trainer(self.module)
-            is_interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-            self._parallel.close(is_interrupted=is_interrupted)
+            self._parallel.close(is_interrupted=_lightning.was_interrupted(self.module))
         self._parallel = None
         super().teardown()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_parallel import _lightning
 from lightning_parallel.module.held_modules import held_modules
 from lightning_parallel.module.object_state import ObjectState
 from lightning_parallel.module.placeholders import Placeholder, placeholders_in
+from lightning_parallel.strategies.metric_values import BatchValues
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class UpdatedMetric:
         path: Where it is in the module.
         values: Its states that are tensors, and its numbers, by name.
         lists: Its states that are lists, by name: how many entries are from before the step, and the new ones.
-        last: What it computed for the last microbatch.
+        last: What its forward has returned for the batch.
     """
 
     path: str
@@ -88,11 +89,23 @@ class StepMetrics:
     def __init__(self, module: nn.Module) -> None:
         held = held_modules(module)
         self._before = {path: _Before(m, m.update_count) for path, m in held.items() if isinstance(m, Metric)}
+        self._values = BatchValues({path: before.metric for path, before in self._before.items()})
         self._collections = [child for child in held.values() if isinstance(child, MetricCollection)]
 
     def placeholders(self) -> list[Placeholder]:
         """Placeholders in states: values that only another stage computes."""
         return placeholders_in([before.states() for before in self._before.values()])
+
+    @contextmanager
+    def shown(self, *, is_cut: bool) -> Iterator[None]:
+        """Inside this context a step runs; behind it, metrics have returned their value for all of its samples last.
+
+        Args:
+            is_cut: Whether metrics are called with one microbatch after the other.
+        """
+        with self._values.noted() if is_cut else nullcontext():
+            yield
+        self._values.show()
 
     @contextmanager
     def dropped(self) -> Iterator[None]:
@@ -102,7 +115,8 @@ class StepMetrics:
             for name in before.tensors:
                 setattr(before.metric, name, getattr(before.metric, name).clone())
         try:
-            yield
+            with self._values.paused():
+                yield
         finally:
             for state in states:
                 state.restore()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from lightning_parallel.strategies.whole_values import whole_values
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+    from lightning_parallel._torch.written_numbers import Number
+
 _SHARDED = "_is_fsdp_managed_module"
 
 
@@ -30,19 +32,27 @@ class OpenContexts(ExitStack):
 
 
 @contextmanager
-def while_set_up(trainer: Trainer, module: LightningModule, mesh: Mesh, *, replaces: bool) -> Iterator[None]:
+def while_set_up(
+    trainer: Trainer,
+    module: LightningModule,
+    mesh: Mesh,
+    tell_written: Callable[[str, Number], None],
+    *,
+    replaces: bool,
+) -> Iterator[None]:
     """Inside this context, a module that is sharded or shared can run and be read, and what ranks share counts once.
 
     Args:
         trainer: The trainer, with its loops and callbacks.
         module: The module, made parallel.
         mesh: The ranks.
+        tell_written: Called where user code writes into a tensor of which each rank has a part.
         replaces: Whether parameters are sharded, split or cut; else all that is read of them is whole.
     """
     group = mesh.data.get_group()
     with ExitStack() as stack:
         if replaces:
-            stack.enter_context(whole_values(trainer, module, mesh))
+            stack.enter_context(whole_values(trainer, module, mesh, tell_written))
         if mesh.stage_host_group.size() > 1 and replaces:
             stack.enter_context(_known_as_sharded(module))
         stack.enter_context(inference_mode_left(trainer))

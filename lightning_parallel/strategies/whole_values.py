@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from lightning_parallel.ranks.step_reads import StepReads
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+    from lightning_parallel._torch.written_numbers import Number
+
 
 _KEPT = (
     "p.grad is None {}, in the middle of a window of accumulated gradients: each rank keeps its own until they are "
@@ -34,13 +36,16 @@ _KEPT = (
 
 
 @contextlib.contextmanager
-def whole_values(trainer: Trainer, module: LightningModule, mesh: Mesh) -> Iterator[None]:
+def whole_values(
+    trainer: Trainer, module: LightningModule, mesh: Mesh, tell_written: Callable[[str, Number], None]
+) -> Iterator[None]:
     """Inside this context, nobody takes a part of a tensor for the whole, and shards can be assigned. A collective.
 
     Args:
         trainer: The trainer, whose callbacks log through the module.
         module: The module, made parallel.
         mesh: The ranks.
+        tell_written: Called where user code writes into a DTensor, with what it calls and the numbers it gives.
     """
     mark = broadcast_object(str(time.time_ns()), 0, mesh.host_group) if dist.get_world_size() > 1 else ""
     reads = HostReads(f"lightning_parallel/{mark}")
@@ -53,7 +58,7 @@ def whole_values(trainer: Trainer, module: LightningModule, mesh: Mesh) -> Itera
         _torch.tensors.data_checked(_check_data) if is_cut else contextlib.nullcontext(),
         _torch.host_reads.reads_intercepted(module, reader, sharded_like),
         _torch.whole_operands.operands_made_whole(
-            reads.user_code_runs, in_steps.whole, sharded_like, _KeptGradients().tell
+            reads.user_code_runs, in_steps.whole, sharded_like, _KeptGradients().tell, tell_written
         ),
         _lightning.gradient_norms_read(),
         _logging_whole_values(trainer, module, reads),

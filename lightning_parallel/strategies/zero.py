@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -78,9 +77,7 @@ class ZeroStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        module = self.lightning_module
-        trainer = None if module is None else _lightning.attached_trainer(module)
-        interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        interrupted = _lightning.was_interrupted(self.lightning_module)
         for sharded in self._sharded:
             # After an error other ranks may be gone: a collective would wait for them until it times out.
             sharded.detach() if interrupted else sharded.make_whole()

@@ -223,6 +223,37 @@ class CollectsOutputs(ByteGPT):
         self.validation_step_outputs.clear()
 
 
+class MakesLists(ByteGPT):
+    """What hooks read is made where it is first needed: numbers, lists and dicts that are new in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.latest = loss.item()
+        self.__dict__.setdefault("of_steps", {})[batch_idx] = loss.item()
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.means.append(self.latest)
+
+    def on_train_epoch_end(self) -> None:
+        self.means += self.of_steps.values()
+        del self.of_steps
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not hasattr(self, "outputs"):
+            self.outputs: list[Tensor] = []
+        self.outputs.append(self(batch[0]).logsumexp(-1).mean(-1))
+        self.num_tokens = batch[0].numel()
+
+    def on_validation_epoch_end(self) -> None:
+        self.means += [float(self.num_tokens), *torch.cat(self.outputs).tolist()]
+        del self.outputs
+
+
 class WithGradientPenalty(ByteGPT):
     """A gradient of gradients through one layer, as WGAN-GP has it."""
 

@@ -40,10 +40,10 @@ def test_what_is_written_is_named() -> None:
     holder.meter.sum += 1.0
     holder.cached = torch.ones(3)
     holder.last = torch.ones(3)  # the next step may begin with it
-    holder.new = torch.ones(3)
+    holder.new, holder.new_list, holder.new_number = torch.ones(3), [torch.ones(1)], 2.0
     changed = ["_own", "cached", "count", "last", "mean", "meter.sum", "outputs", "recent", "table", "total"]
     assert sorted(state.changed()) == changed
-    assert list(state.new_tensors()) == ["new"]
+    assert list(state.new_values()) == ["new", "new_list", "new_number"]
     assert state.of_samples(3) == ["last", "inner.last"]  # without buffers, which are sent by themselves
 
 
@@ -57,7 +57,10 @@ def test_others_follow() -> None:
     holder.recent[:] = [2.0, 3.0]
     holder.meter.sum = 4.0
     other.outputs.append(torch.zeros(1))  # of its own part of the step
+    holder.new_list, holder.new_number = [torch.ones(1), 1.0], 2.0
+    other.new_list = ["its own"]
     follower.follow(state.news(), torch.device("cpu"))
+    assert (other.new_list, other.new_number) == ([torch.ones(1), 1.0], 2.0)
     assert (other.count, other.total, other.table) == (5, torch.tensor(2.0), {"a": 1, "b": 2})
     assert [float(value) for value in other.outputs] == [1.0, 7.0]
     assert (other.recent, other.meter.sum) == ([2.0, 3.0], 4.0)

@@ -142,7 +142,7 @@ def test_nobody_looks_who_is_told_not_to(ranks: Any) -> None:
 def test_when_ranks_are_compared() -> None:
     copies = equal_copies.EqualCopies(ByteGPT(), torch.device("cpu"))
     looks = []
-    with mock.patch.object(copies, "_compare") as compare:
+    with mock.patch.object(copies, "compare") as compare:
         for step in range(1, 3001):
             compare.reset_mock()
             copies.look()

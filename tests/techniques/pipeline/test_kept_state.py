@@ -13,7 +13,15 @@ from lightning_parallel.module import written_state
 from lightning_parallel.strategies import loss_choice
 from tests.data import batches, loader
 from tests.models.containers import Collects
-from tests.models.stateful import KEEPING, CachesMask, CarriesSamples, CollectsOutputs, ComparesWithLast, CountsSteps
+from tests.models.stateful import (
+    KEEPING,
+    CachesMask,
+    CarriesSamples,
+    CollectsOutputs,
+    ComparesWithLast,
+    CountsSteps,
+    MakesLists,
+)
 from tests.parity import TOLERANCE, Outcome, once, train_module, trainer_for, worst
 from tests.rank_pool import RankError
 
@@ -30,10 +38,10 @@ def test_once_a_step(ranks: Any, kept: str, name: str, size: int) -> None:
     assert worst(ranks(size).run(fit, kept, name, size)[0], once(fit, kept, "auto", 1)) < TOLERANCE
 
 
-def collected(strategy: str, num_ranks: int) -> tuple[list[float], dict[str, Any]]:
+def collected(strategy: str, num_ranks: int, make: Any = CollectsOutputs) -> tuple[list[float], dict[str, Any]]:
     """The means that a module takes of all its outputs, on this rank."""
     L.seed_everything(3, verbose=False)
-    module = CollectsOutputs()
+    module = make()
     trainer = trainer_for(strategy, num_ranks, max_epochs=2)
     trainer.fit(module, loader(1), loader(1, 2))
     return module.means, full_state_dict(trainer)
@@ -43,6 +51,13 @@ def collected(strategy: str, num_ranks: int) -> tuple[list[float], dict[str, Any
 def test_outputs_of_an_epoch_are_those_of_one_process_on_all_ranks(ranks: Any, name: str) -> None:
     expected, _ = once(collected, "auto", 1)
     for means, _ in ranks(2).run(collected, name, 2):
+        assert means == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["pp_custom", "pp_custom:loss=batch", "pp_custom:schedule=turns"])
+def test_what_is_new_in_a_step_is_there_in_hooks_of_all_ranks(ranks: Any, name: str) -> None:
+    expected, _ = once(collected, "auto", 1, MakesLists)
+    for means, _ in ranks(2).run(collected, name, 2, MakesLists):
         assert means == pytest.approx(expected, rel=1e-5)
 
 

@@ -1,0 +1,147 @@
+"""Ranks do the same to their parts of the same tensors: a look while a fit goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from typing_extensions import override
+
+from lightning_parallel._torch.written_numbers import Number
+from lightning_parallel.errors import RanksDifferError, line_of_user
+from lightning_parallel.module.placeholders import is_placeholder
+from lightning_parallel.ranks.fingerprints import hash_of_names
+from lightning_parallel.ranks.objects import of_all_ranks
+from lightning_parallel.strategies.looks import Looks
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+_RATE = "the learning rate"
+_ROUNDING = 1e-4
+"""The difference, as a share of the numbers, that is not taken for that of other numbers."""
+
+
+class _Done(NamedTuple):
+    """The times that something was done, the sum of the numbers it was done with, and that of their sizes."""
+
+    times: int
+    total: float
+    size: float
+
+    def equals(self, other: _Done, *, counts: bool) -> bool:
+        if counts and self.times != other.times:
+            return False
+        own, others = max(self.times, 1), max(other.times, 1)
+        distance = abs(self.total / own - other.total / others)
+        return distance <= _ROUNDING * max(self.size / own, other.size / others)
+
+
+_NOTHING = _Done(0, 0.0, 0.0)
+
+
+class EqualChanges(Looks):
+    """Ends a fit whose ranks change their parts of the same tensors differently, as by a number of their own samples.
+
+    Where each rank has all parameters, the copies part, which `EqualCopies` finds. Where each has a part, none is
+    compared with another: a learning rate that follows the loss of each rank's own samples, or gradients that are
+    scaled by it, train parts of one tensor in different ways. So the numbers are compared with which user code writes
+    into parameters, gradients and states, and those of the optimizers' groups in each update.
+
+    Args:
+        module: The module.
+
+    Example:
+        >>> changes = EqualChanges(module)
+        >>> changes.look()  # before each batch
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__(module)
+        self._done: dict[str, list[Any]] = {}
+        # Behind the update: the closure runs inside of it, and hooks there may set the rate.
+        self._hook = register_optimizer_step_post_hook(self._note_update)
+
+    def close(self) -> None:
+        """Note no more updates."""
+        self._hook.remove()
+
+    def on_write(self, call: str, number: Number) -> None:
+        """Note that user code has written into tensors of which this rank has parts.
+
+        Args:
+            call: What it has called.
+            number: The numbers it was given.
+        """
+        line = line_of_user()
+        self._note(f"{call} at {line.rpartition('/')[2]}" if line else call, *number)
+
+    def _note_update(self, optimizer: Optimizer, *_: Any) -> None:
+        for index, own in enumerate(self._module.trainer.optimizers):
+            if own is optimizer:
+                for number, group in enumerate(optimizer.param_groups):
+                    given = group.get("lr")  # some optimizers have none
+                    rate: float | Tensor = given.detach() if isinstance(given, Tensor) else float(given or 0.0)
+                    what = f"{_RATE} of group {number} of optimizer {index} ({type(optimizer).__name__})"
+                    self._note(what, rate, rate.abs() if isinstance(rate, Tensor) else abs(rate))
+
+    def _note(self, what: str, total: float | Tensor, size: float | Tensor) -> None:
+        done = self._done.setdefault(what, [0, 0.0, 0.0])
+        done[0] += 1
+        done[1] = done[1] + total
+        done[2] = done[2] + size
+
+    @override
+    def compare(self) -> None:
+        trainer, stage = self._module.trainer, self._stage()
+        done = {what: _Done(times, float(total), float(size)) for what, (times, total, size) in self._done.items()}
+        self._done = {}
+        of_ranks = of_all_ranks((stage, done))
+        if (found := _first_difference(of_ranks)) is not None:
+            if trainer.global_rank != 0:
+                raise RanksDifferError("ranks change their parts differently; rank 0 says how")
+            raise RanksDifferError(_in_words(*found, of_ranks, trainer.global_step, self._agreed))
+        self._agreed = trainer.global_step
+
+    def _stage(self) -> int:
+        """A number that is equal on ranks that have the same layers."""
+        return hash_of_names(name for name, p in self._module.named_parameters() if not is_placeholder(p))
+
+
+def _first_difference(of_ranks: list[tuple[int, Mapping[str, _Done]]]) -> tuple[str, int, int] | None:
+    """The first thing that was done differently, and two ranks that differ.
+
+    Ranks of one stage do the same, as often; those of other stages have other parameters, and the same learning rates.
+    """
+    for other, (stage, done) in enumerate(of_ranks):
+        for first, (its_stage, its_done) in enumerate(of_ranks[:other]):
+            same = stage == its_stage
+            all_done = dict.fromkeys((*its_done, *done))
+            common = (
+                what for what in all_done if same or (what.startswith(_RATE) and what in its_done and what in done)
+            )
+            for what in common:
+                if not its_done.get(what, _NOTHING).equals(done.get(what, _NOTHING), counts=same):
+                    return what, first, other
+    return None
+
+
+def _in_words(what: str, first: int, other: int, of_ranks: list[Any], step: int, agreed: int | None) -> str:
+    one, another = (_done_in_words(of_ranks[rank][1].get(what)) for rank in (first, other))
+    return _DIFFERENT.format(what, first, one, other, another, agreed or 0, step)
+
+
+def _done_in_words(done: _Done | None) -> str:
+    if done is None:
+        return "never"
+    return f"{done.times} time{'s' if done.times > 1 else ''}, with {done.total / done.times:.6g} on average"
+
+
+_DIFFERENT = (
+    "after step {6}, ranks have changed their parts of the same tensors differently since step {5}: {0} was used on "
+    "rank {1} {2}, and on rank {3} {4}. Nothing later than step {5} is to be trusted. A number that a rank takes from "
+    "its own samples, such as a loss, is another one on each rank, and so is what is decided by it: take that of all, "
+    "such as self.all_gather(loss).mean(), and do the same on all ranks"
+)
