@@ -128,7 +128,7 @@ def _methods() -> dict[str, Any]:
     register_later = "register_post_accumulate_grad_hook"
     return {
         "__array__": _read("numpy", Tensor.__array__),
-        "__deepcopy__": _copied("copy.deepcopy", Tensor.__deepcopy__),  # type: ignore[attr-defined]
+        "__deepcopy__": _deep_copied,
         "__dlpack__": _copied("__dlpack__", Tensor.__dlpack__),
         "__format__": formatted,
         "__reduce_ex__": _copied("torch.save, or pickle,", Tensor.__reduce_ex__),
@@ -159,6 +159,15 @@ def _copied(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         return plain(self, *args) if reader is None or is_whole(self) else reader.refuse(name)
 
     return copied
+
+
+def _deep_copied(self: DTensor, memo: dict[int, Any]) -> DTensor:
+    """A part of a value, such as those in a `state_dict`, of its own, as `clone` gives one; refused for a parameter."""
+    reader = reader_of(self)
+    if reader is None or is_whole(self):
+        return Tensor.__deepcopy__(self, memo)  # type: ignore[attr-defined, no-any-return]
+    is_value = not (isinstance(self, nn.Parameter) or self.requires_grad)
+    return self.clone() if is_value else reader.refuse("copy.deepcopy")
 
 
 def _hooked(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:

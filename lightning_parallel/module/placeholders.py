@@ -145,7 +145,7 @@ class Placeholder(Tensor):
         return repr(self) if not spec else self.refuse("format")
 
     def __deepcopy__(self, memo: Any) -> Any:
-        self.refuse("copy.deepcopy")
+        return self.refuse("copy.deepcopy") if isinstance(self, nn.Parameter) or self.requires_grad else self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.refuse("torch.save, or pickle,")

@@ -132,8 +132,9 @@ class HostReads:
 def _copied(call: str, place: str) -> str:
     return (
         f"{call} {place} would copy this rank's part of a tensor that is sharded or split over ranks, and pass it off "
-        "for the whole. Make copies in __init__, before the module is sharded; the callback ExponentialMovingAverage "
-        f"averages weights; {INSTEAD}"
+        "for the whole. Make copies of modules in __init__, before they are sharded; to go back to values later, copy "
+        "module.state_dict(), of which each rank keeps its part; the callback ExponentialMovingAverage averages "
+        f"weights; {INSTEAD}"
     )
 
 
