@@ -22,6 +22,8 @@ _NOT_ASKING = (
 """Modules that look at gradients and shards for their own work; whatever a user calls in between, such as
 `torch.nn.utils`, asks for the user."""
 _CALLING_HOOKS = "lightning.pytorch.trainer.call"
+_CALLING_BACKWARD = "lightning.pytorch.plugins.precision.precision", "backward"
+"""The method `backward` of a module is called by a plugin; one of the user's may do more than that."""
 _PASSING_ON = ("lightning_parallel._torch.whole_operands", "torch.optim.swa_utils")
 """Through which functions of torch are called by those that call them: averages are updated in hooks."""
 _OTHERS = ("lightning_utilities", "numpy", "contextlib", "copy", "pickle", "tensorboard", "tensorboardX", "safetensors")
@@ -161,7 +163,7 @@ def asking(*within: str) -> str:
             frame = frame.f_back
             continue
         is_within = is_within and name in own
-        if name == _CALLING_HOOKS:
+        if name == _CALLING_HOOKS or (has_user and (name, frame.f_code.co_name) == _CALLING_BACKWARD):
             return "hook"
         if not is_within and name.startswith(_NOT_ASKING):
             return ""

@@ -190,12 +190,13 @@ class Steps(StepHooks):
         # At the end of backward: the hook `on_after_backward` comes before `after_backward`, and finds averaged ones.
         if self._averaged and loss.requires_grad and not self._reduction.is_held:
             _torch.autograd.after_backward(loss, self._average)
-        _torch.whole_operands.pause()
+        if loss.requires_grad:  # between the hooks of the user that come before a backward and after it
+            loss.register_hook(lambda _: _torch.whole_operands.pause())
+            _torch.autograd.after_backward(loss, _torch.whole_operands.resume)
 
     @override
     def after_backward(self) -> None:
         """Agree with the other ranks on which parameters were used. A collective."""
-        _torch.whole_operands.resume()
         if self._is_manual:
             self._reduction.reduce_missed()
         if not self._reduction.holds_shards:

@@ -167,7 +167,7 @@ def _deep_copied(self: DTensor, memo: dict[int, Any]) -> DTensor:
     if reader is None or is_whole(self):
         return Tensor.__deepcopy__(self, memo)  # type: ignore[attr-defined, no-any-return]
     is_value = not (isinstance(self, nn.Parameter) or self.requires_grad)
-    return self.clone() if is_value else reader.refuse("copy.deepcopy")
+    return self.clone() if is_value else reader.refuse("copy.deepcopy")  # type: ignore[return-value]
 
 
 def _hooked(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -239,7 +239,8 @@ class PlannedStrategy(PositionedStrategy):
 
 def _policies_for(module: LightningModule, policies: Policies) -> Policies:
     is_manual = not module.automatic_optimization
-    if _has_hook("on_after_backward", module) and not is_manual:
+    sees_gradients = _has_hook("on_after_backward", module) or is_overridden("backward", module)
+    if sees_gradients and not is_manual:
         policies = policies.with_gradients_shown()
     if _has_hook("on_before_zero_grad", module) or is_overridden("optimizer_zero_grad", module):
         policies = replace(policies, frees_before_backward=True)

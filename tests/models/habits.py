@@ -160,6 +160,24 @@ class GoingBack(Habit):
             self.model.blocks[0].load_state_dict(self.part)
 
 
+class Masking(Habit):
+    """Only some rows of a table train: the mask is a plain tensor."""
+
+    def on_after_backward(self) -> None:
+        weight = self.model.tokens.weight
+        weight.grad.mul_((torch.arange(len(weight)) % 3 == 0).float()[:, None].expand(weight.shape).clone())
+
+
+class MoreBehindBackward(Habit):
+    """Noise on gradients, in a backward of its own."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        for number, parameter in enumerate(self.parameters()):
+            generator = torch.Generator().manual_seed(number)
+            parameter.grad.add_(1e-3 * torch.randn(parameter.shape, generator=generator))  # type: ignore[union-attr]
+
+
 class CopyingAtStart(Habit):
     """A teacher that is made when training starts."""
 

@@ -63,6 +63,8 @@ EQUAL: dict[Any, tuple[str, ...]] = {
     habits.Copying: ("ddp_custom",),
     habits.CopyingAtStart: ("ddp_custom",),
     habits.GoingBack: NAMES,
+    habits.Masking: NAMES,
+    habits.MoreBehindBackward: ("ddp_custom", "zero2_custom", "fsdp_custom", "tp_custom", "cp_custom"),
     habits.Sampling: NAMES,
     habits.Barrier: NAMES[:4],
     habits.TwoNames: NAMES,
@@ -148,6 +150,18 @@ def test_rank_0_alone_is_refused(ranks: Any, make: Any, strategy: str, words: st
     with pytest.raises(RankError) as caught:
         ranks(2).run(logged, make, strategy, 2, str(tmp_path), deadline=3 * ALONE)
     assert re.search(words, str(caught.value)), str(caught.value)
+
+
+def fitted_in_windows(make: Any, strategy: str, num_ranks: int) -> tuple[list[float], Outcome, set[str]]:
+    """The same with two microsteps for each update."""
+    return fitted(make, strategy, num_ranks, accumulate_grad_batches=2)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp_custom", "zero2_custom", "tp_custom"])
+@pytest.mark.parametrize("make", [habits.Masking, habits.MoreBehindBackward])
+def test_in_each_microstep(ranks: Any, make: Any, strategy: str) -> None:
+    _, expected, _ = once(fitted_in_windows, make, "auto", 1)
+    assert worst(ranks(2).run(fitted_in_windows, make, strategy, 2)[0][1], expected) < TOLERANCE
 
 
 def read_after_fit(strategy: str, num_ranks: int) -> list[float]:
