@@ -79,7 +79,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
     "_torch/whole_operands.py": dict.fromkeys(
         ("base", "result", "target", "tensor"), "torch.distributed.tensor.DTensor"
     ),
-    "_torch/written_numbers.py": dict.fromkeys(("each", "result"), "torch.distributed.tensor.DTensor"),
+    "_torch/written_numbers.py": {"tensor": "torch.distributed.tensor.DTensor"},
     "_torch/modules.py": {"tensor": "torch.nn.parameter"},  # `nn.Parameter` looks for what is set
     "_lightning/metrics.py": {"metric": "torchmetrics.Metric"},
     "_lightning/__init__.py": {

@@ -62,9 +62,15 @@ def follow(
 
 def _carry(result: Any, number: Number, leaves: list[Any]) -> None:
     """Let `result` carry `number`, unless it is a view of what is there."""
-    memory = {each._local_tensor.untyped_storage().data_ptr() for each in leaves if isinstance(each, DTensor)}
-    if result._local_tensor.untyped_storage().data_ptr() not in memory:
+    if _memory(result) not in [_memory(each) for each in leaves if isinstance(each, DTensor)]:
         vars(result)[_NUMBER] = number
+
+
+def _memory(tensor: DTensor) -> int:
+    try:
+        return tensor._local_tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a tensor that is made of others, and has no memory of its own
+        return 0
 
 
 def _sum_of(leaves: list[Any]) -> Number:
@@ -81,7 +87,9 @@ def _sum_of(leaves: list[Any]) -> Number:
 
 
 def _of_tensor(tensor: Tensor) -> Number:
+    """The numbers of a plain tensor, without a copy of it; those of 8 bits are no matter for sums."""
     plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    values = plain.detach().double()
-    total, size = values.sum(), values.abs().sum()
+    plain = plain.detach().float() if plain.is_floating_point() and plain.element_size() == 1 else plain.detach()
+    total = plain.sum(dtype=torch.float64)
+    size = torch.linalg.vector_norm(plain, 1, dtype=torch.float64) if plain.is_floating_point() else total.abs()
     return Number(total.item(), size.item()) if total.device.type == "cpu" else Number(total, size)

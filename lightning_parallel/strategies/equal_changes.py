@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from typing_extensions import override
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 _RATE = "the learning rate"
 _ROUNDING = 1e-4
 """The difference, as a share of the numbers, that is not taken for that of other numbers."""
+_ROUNDING_OF_COPIES = 5e-2
+"""The same between ranks that compute the same samples: kernels may add in no fixed order, and round to 16 bits."""
 
 
 class _Done(NamedTuple):
@@ -31,12 +35,14 @@ class _Done(NamedTuple):
     total: float
     size: float
 
-    def equals(self, other: _Done, *, counts: bool) -> bool:
+    def equals(self, other: _Done, allowed: float, *, counts: bool) -> bool:
         if counts and self.times != other.times:
             return False
         own, others = max(self.times, 1), max(other.times, 1)
-        distance = abs(self.total / own - other.total / others)
-        return distance <= _ROUNDING * max(self.size / own, other.size / others)
+        first, second = self.total / own, other.total / others
+        if first == second or (math.isnan(first) and math.isnan(second)):
+            return True
+        return abs(first - second) <= allowed * max(self.size / own, other.size / others)
 
 
 _NOTHING = _Done(0, 0.0, 0.0)
@@ -52,14 +58,16 @@ class EqualChanges(Looks):
 
     Args:
         module: The module.
+        readers: For each rank, a number that is equal on ranks that read the same samples.
 
     Example:
-        >>> changes = EqualChanges(module)
+        >>> changes = EqualChanges(module, readers=[0, 1])
         >>> changes.look()  # before each batch
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, readers: Sequence[int]) -> None:
         super().__init__(module)
+        self._readers = readers
         self._done: dict[str, list[Any]] = {}
         # Behind the update: the closure runs inside of it, and hooks there may set the rate.
         self._hook = register_optimizer_step_post_hook(self._note_update)
@@ -79,6 +87,8 @@ class EqualChanges(Looks):
         self._note(f"{call} at {line.rpartition('/')[2]}" if line else call, *number)
 
     def _note_update(self, optimizer: Optimizer, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         for index, own in enumerate(self._module.trainer.optimizers):
             if own is optimizer:
                 for number, group in enumerate(optimizer.param_groups):
@@ -99,7 +109,7 @@ class EqualChanges(Looks):
         done = {what: _Done(times, float(total), float(size)) for what, (times, total, size) in self._done.items()}
         self._done = {}
         of_ranks = of_all_ranks((stage, done))
-        if (found := _first_difference(of_ranks)) is not None:
+        if (found := _first_difference(of_ranks, self._readers)) is not None:
             if trainer.global_rank != 0:
                 raise RanksDifferError("ranks change their parts differently; rank 0 says how")
             raise RanksDifferError(_in_words(*found, of_ranks, trainer.global_step, self._agreed))
@@ -110,7 +120,9 @@ class EqualChanges(Looks):
         return hash_of_names(name for name, p in self._module.named_parameters() if not is_placeholder(p))
 
 
-def _first_difference(of_ranks: list[tuple[int, Mapping[str, _Done]]]) -> tuple[str, int, int] | None:
+def _first_difference(
+    of_ranks: list[tuple[int, Mapping[str, _Done]]], readers: Sequence[int]
+) -> tuple[str, int, int] | None:
     """The first thing that was done differently, and two ranks that differ.
 
     Ranks of one stage do the same, as often; those of other stages have other parameters, and the same learning rates.
@@ -118,12 +130,13 @@ def _first_difference(of_ranks: list[tuple[int, Mapping[str, _Done]]]) -> tuple[
     for other, (stage, done) in enumerate(of_ranks):
         for first, (its_stage, its_done) in enumerate(of_ranks[:other]):
             same = stage == its_stage
+            allowed = _ROUNDING_OF_COPIES if readers[first] == readers[other] else _ROUNDING
             all_done = dict.fromkeys((*its_done, *done))
             common = (
                 what for what in all_done if same or (what.startswith(_RATE) and what in its_done and what in done)
             )
             for what in common:
-                if not its_done.get(what, _NOTHING).equals(done.get(what, _NOTHING), counts=same):
+                if not its_done.get(what, _NOTHING).equals(done.get(what, _NOTHING), allowed, counts=same):
                     return what, first, other
     return None
 

@@ -98,8 +98,10 @@ class LockStepStrategy(ProcessGroupStrategy):
         super().on_train_start()
         if self.world_size > 1:
             self._rank_buffers = RankBuffers(self.module)
+            self._end_looks()  # of a search before training, such as that for a batch size
             if self.first_step.check != "off":
-                self._looks = EqualChanges(self.module), EqualCopies(self.module, self.root_device)
+                changes = EqualChanges(self.module, self._readers)
+                self._looks = changes, EqualCopies(self.module, self.root_device)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -124,6 +126,11 @@ class LockStepStrategy(ProcessGroupStrategy):
         super().on_train_end()
         if self._looks is not None:
             self._looks[0].compare()
+
+    def _end_looks(self) -> None:
+        if self._looks is not None:
+            self._looks[0].close()
+        self._looks = None
 
     def _begin_turns(self) -> None:
         self._end_turns()
@@ -188,9 +195,7 @@ class LockStepStrategy(ProcessGroupStrategy):
     def teardown(self) -> None:
         self._end_turns()
         self._rank_buffers = None
-        if self._looks is not None:
-            self._looks[0].close()
-            self._looks = None
+        self._end_looks()
         if self._epoch_ends is not None:
             self._epoch_ends.detach()
             self._epoch_ends = None

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils.data import DataLoader
 
 from lightning_parallel import RanksDifferError, build_strategy, full_state_dict
-from tests.data import batches
+from lightning_parallel.callbacks import BatchSizeFinder
+from lightning_parallel.strategies import equal_changes
+from tests.data import batches, data_of
 from tests.models.decided import WRITING, ClipsByAll, Decides, FollowsLoss, OfAllRanks, Scales, SkipsUpdates
 from tests.parity import TOLERANCE, difference, make_trainer, once
 
@@ -104,3 +111,62 @@ def test_ranks_that_share_samples_decide_alike(ranks: Any, make: type[nn.Module]
 
 def test_nobody_looks_who_is_told_not_to(ranks: Any) -> None:
     assert errors(ranks(2).run(fitted, Scales, "fsdp_custom:check=off", 2, 2)) == ["", ""]
+
+
+def done(of_ranks: list[dict[str, tuple[int, float, float]]], readers: list[int], stages: list[int]) -> str:
+    """The first thing that ranks have done differently, "" if there is none."""
+    known = [{what: equal_changes._Done(*each) for what, each in own.items()} for own in of_ranks]
+    found = equal_changes._first_difference(list(zip(stages, known, strict=True)), readers)
+    return "" if found is None else found[0]
+
+
+RATE = "the learning rate of group 0"
+
+
+def test_what_is_taken_for_rounding() -> None:
+    parts = [{"mul_()": (3, 1.0, 1.0)}, {"mul_()": (3, 1.001, 1.001)}]
+    assert done(parts, [0, 1], [0, 0]) == "mul_()"
+    assert done(parts, [0, 0], [0, 0]) == ""  # copies of the same samples
+    assert done([{"mul_()": (1, math.nan, math.nan)}] * 2, [0, 1], [0, 0]) == ""
+    assert done([{"mul_()": (1, math.inf, math.inf)}] * 2, [0, 1], [0, 0]) == ""
+    assert done([{"mul_()": (1, math.nan, math.nan)}, {"mul_()": (1, 1.0, 1.0)}], [0, 1], [0, 0]) == "mul_()"
+
+
+def test_what_stages_have_in_common() -> None:
+    own = [{"mul_()": (3, 1.0, 1.0), RATE: (2, 0.2, 0.2)}, {"fill_()": (1, 5.0, 5.0), RATE: (8, 0.8, 0.8)}]
+    assert done(own, [0, 0], [0, 1]) == ""
+    assert done(own, [0, 0], [0, 0]) == "mul_()"
+    own[1][RATE] = (8, 1.6, 1.6)
+    assert done(own, [0, 0], [0, 1]) == RATE
+
+
+class Searched(Decides):
+    """What finders of batch sizes and learning rates set is there."""
+
+    batch_size, lr = 2, 1e-2
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(data_of("byte_gpt", 64, 8), batch_size=self.batch_size)
+
+
+def hooks_left(make_finder: Any) -> int:
+    """The number of hooks on all updates that a fit leaves behind which begins with a search."""
+    before = len(_global_optimizer_post_hooks)
+    trainer = make_trainer(build_strategy("fsdp_custom"), 2, callbacks=[make_finder()], max_steps=2)
+    trainer.fit(Searched())
+    assert trainer.global_step == 2
+    return len(_global_optimizer_post_hooks) - before
+
+
+def batch_size_finder() -> Any:
+    return BatchSizeFinder(maximum=4, steps=2)
+
+
+def learning_rate_finder() -> Any:
+    return LearningRateFinder(num_training_steps=4, early_stop_threshold=None)
+
+
+@pytest.mark.parametrize("make_finder", [batch_size_finder, learning_rate_finder])
+def test_a_search_before_training(ranks: Any, make_finder: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ranks(2).run(hooks_left, make_finder) == [0, 0]
