@@ -38,6 +38,11 @@ from lightning_parallel.techniques.pipeline.stage_buffers import StageBuffers
 from lightning_parallel.techniques.pipeline.step_losses import StepLosses
 from lightning_parallel.techniques.pipeline.written_parameters import WrittenParameters
 
+_NO_PATH = "appears to not have been used in the graph"
+_ASKED = (
+    "Under a pipeline, torch.autograd.grad finds no path to what another stage computes, such as embeddings, and none "
+    "between microbatches; give schedule='turns', with which each stage has the whole graph, or pipeline=1"
+)
 _OF_LIGHTNING = frozenset(vars(LightningModule()))
 """Attributes that Lightning keeps for itself."""
 
@@ -94,6 +99,10 @@ class CutStep:
                 output = self.step(with_own_containers(batch), *args)
         except StageExit as exit_:
             return exit_.passed
+        except RuntimeError as error:
+            if _NO_PATH in str(error):
+                error.add_note(_ASKED)
+            raise
         self._cut.router.check_end()
         return self._cut.router.returned(output)
 

@@ -31,6 +31,18 @@ class WeightedInside(Weighted):
         return next(self.model.blocks[-1].parameters())
 
 
+class OfEmbeddings(Tokens):
+    """A penalty on the gradient at the embeddings, as of a saliency map."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        found: list[Tensor] = []
+        hook = self.model.tokens.register_forward_hook(lambda module, args, result: found.append(result))
+        loss = next_token_loss(self.model(batch[0]), batch[0])
+        hook.remove()
+        (gradient,) = torch.autograd.grad(loss, found[:1], retain_graph=True)
+        return loss * (1 + gradient.norm())
+
+
 class Assigned(Tokens):
     """Trains by gradients that nobody has averaged over ranks."""
 

@@ -53,6 +53,15 @@ def test_the_error_for_the_gradient_of_a_shard_says_what_to_do(name: str, ranks:
         ranks(size).run(fitted, asked_gradients.WeightedInside, checked(name), size)
 
 
+def test_the_error_for_what_another_stage_computes_says_what_to_do(ranks: Any) -> None:
+    with pytest.raises(RankError, match=r"no path to what another stage computes.*give schedule='turns'"):
+        ranks(2).run(fitted, asked_gradients.OfEmbeddings, "pp_custom", 2)
+    expected, _ = once(fitted, asked_gradients.OfEmbeddings, "auto", 1)
+    found, _ = ranks(2).run(fitted, asked_gradients.OfEmbeddings, "pp_custom:schedule=turns", 2)[0]
+    assert is_moving(expected)
+    assert worst(found, expected) < TOLERANCE
+
+
 def test_and_can_be_had_without_units(ranks: Any) -> None:
     _, lines = ranks(2).run(fitted, asked_gradients.WeightedInside, checked("fsdp_custom:layers=[]"), 2)[0]
     assert len(lines) == 1
