@@ -24,6 +24,8 @@ _NOT_ASKING = (
 _CALLING_HOOKS = "lightning.pytorch.trainer.call"
 _CALLING_BACKWARD = "lightning.pytorch.plugins.precision.precision", "backward"
 """The method `backward` of a module is called by a plugin; one of the user's may do more than that."""
+_ENGINE = "torch.autograd.graph"
+"""The module that runs backward."""
 _PASSING_ON = ("lightning_parallel._torch.whole_operands", "torch.optim.swa_utils")
 """Through which functions of torch are called by those that call them: averages are updated in hooks."""
 _OTHERS = ("lightning_utilities", "numpy", "contextlib", "copy", "pickle", "tensorboard", "tensorboardX", "safetensors")
@@ -156,14 +158,16 @@ def asking(*within: str) -> str:
         within: Names of modules whose calls belong to what is asked for.
     """
     frame, own = inspect.currentframe(), (__name__, *within)
-    is_within, has_user = True, False
+    is_within, has_user, in_backward = True, False, False
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if name in _PASSING_ON:
             frame = frame.f_back
             continue
         is_within = is_within and name in own
-        if name == _CALLING_HOOKS or (has_user and (name, frame.f_code.co_name) == _CALLING_BACKWARD):
+        in_backward = in_backward or name == _ENGINE
+        of_user = has_user and not in_backward
+        if name == _CALLING_HOOKS or (of_user and (name, frame.f_code.co_name) == _CALLING_BACKWARD):
             return "hook"
         if not is_within and name.startswith(_NOT_ASKING):
             return ""

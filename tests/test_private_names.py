@@ -79,7 +79,10 @@ RECEIVERS: dict[str, dict[str, str]] = {
     "_torch/whole_operands.py": dict.fromkeys(
         ("base", "result", "target", "tensor"), "torch.distributed.tensor.DTensor"
     ),
-    "_torch/written_numbers.py": {"tensor": "torch.distributed.tensor.DTensor"},
+    "_torch/written_numbers.py": {
+        "tensor": "torch.distributed.tensor.DTensor",
+        "tensor._local_tensor.untyped_storage()": "torch.UntypedStorage",
+    },
     "_torch/modules.py": {"tensor": "torch.nn.parameter"},  # `nn.Parameter` looks for what is set
     "_lightning/metrics.py": {"metric": "torchmetrics.Metric"},
     "_lightning/__init__.py": {

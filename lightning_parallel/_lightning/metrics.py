@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -42,21 +44,34 @@ def set_states(metric: Metric, values: Mapping[str, Any], *, last: Any) -> None:
         setattr(metric, name, value)
 
 
-def empty_copy(metric: Metric) -> Metric:
-    """Copy `metric` without samples, and without the hooks on it; its value is that of this rank.
+def empty_states(metric: Metric) -> dict[str, Any]:
+    """Attributes of `metric` for `other_states`, as they are before any sample: `Metric._defaults` and counters."""
+    device = metric.device
+    defaults: dict[str, Any] = {
+        name: [] if isinstance(default, list) else default.detach().clone().to(device)
+        for name, default in metric._defaults.items()
+    }
+    return {**defaults, "_update_count": 0}
 
-    `torch.nn.Module._forward_hooks`, since 0.2: a hook may hold what cannot be copied; there is no public way to leave
-    it out.
+
+@contextlib.contextmanager
+def other_states(metric: Metric, states: dict[str, Any]) -> Iterator[None]:
+    """Inside this context, `metric` has `states`, which follow it, and its value is that of this rank.
+
+    `Metric._update_count`, `_computed`, `_forward_cache`, `_to_sync` and `_should_unsync`, since 0.8 at the latest; its
+    own forward exchanges states in the same way, and there is no public one.
+
+    Args:
+        metric: The metric.
+        states: Names of attributes -> values, as from `empty_states`; those in the end are written here.
     """
-    states = {name: getattr(metric, name) for name in state_names(metric)}
-    without = {id(metric._forward_hooks): OrderedDict[int, Any]()}
-    for name, state in states.items():
-        setattr(metric, name, [] if isinstance(state, list) else state)
+    kept = ("_computed", "_forward_cache", "_to_sync", "_should_unsync", *states)
+    before = {name: getattr(metric, name) for name in kept}
+    for name, value in {**states, "_computed": None, "_to_sync": False, "_should_unsync": False}.items():
+        setattr(metric, name, value)
     try:
-        empty = copy.deepcopy(metric, without)
+        yield
+        states.update(tree_map_only(Tensor, Tensor.detach, {name: getattr(metric, name) for name in states}))
     finally:
-        for name, state in states.items():
-            setattr(metric, name, state)
-    empty.sync_on_compute = False
-    empty.reset()
-    return empty
+        for name, value in before.items():
+            setattr(metric, name, value)

@@ -19,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_parallel._torch.written_numbers import note_source
+
 _MISSING: Any = object()
 
 
@@ -189,7 +191,8 @@ def _copying(part: Callable[[Tensor, DTensor], Tensor]) -> Callable[..., Any]:
     def copied(self: DTensor, source: Tensor, *args: Any, **kwargs: Any) -> Any:
         is_plain = type(source) in (Tensor, nn.Parameter) and source.ndim > 0
         if is_plain and source.shape == self.shape and not is_traced(self):
-            source = part(source, self)
+            source, whole = part(source, self), source
+            note_source(source, whole)
         return Tensor.copy_(self, source, *args, **kwargs)
 
     return copied

@@ -25,6 +25,8 @@ _LISTS = "_foreach_"
 _LEFT = frozenset({"__get__", "__delete__", "backward", "grad", "equal", "detach", "requires_grad_"})
 """Functions that compute nothing with values, or that need the very tensors they are given, as do those whose names
 begin with an underscore."""
+_SHARING = frozenset({"__get__", "detach"})
+"""Functions that return the same values, as does the attribute ``data``."""
 _SET_TRAINED = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _GET_GRADIENT, _SET_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__, vars(torch._C.TensorBase)["grad"].__set__
 _TRANSPOSING = frozenset({"t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_", "resize_"})
@@ -77,7 +79,7 @@ def operands_made_whole(
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
         is_left = name in _LEFT or (name.startswith("_") and not name.startswith(("__", _LISTS)))
         if is_left or torch.compiler.is_compiling() or _is_internal(inspect.currentframe()) or not is_active():
-            result = _plainly(function, args, kwargs)
+            result = _left(function, name, args, kwargs)
         else:
             call = _Call(function, name, args, kwargs, whole, part)
             result = call.result()
@@ -134,6 +136,14 @@ def _computing() -> Iterator[None]:
 def _plainly(function: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
         return function(*args, **kwargs)
+
+
+def _left(function: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Leave a call to torch, and let the same values in another tensor carry what is known of them."""
+    result = _plainly(function, args, kwargs)
+    if name in _SHARING and args:
+        written_numbers.share(args[0], result)
+    return result
 
 
 def _meet_kept_gradient(shard: Tensor, *given: Any, found: Any, tell: Callable[[], None]) -> None:

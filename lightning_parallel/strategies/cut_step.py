@@ -25,6 +25,7 @@ from lightning_parallel.module.written_state import WrittenState
 from lightning_parallel.ranks.random_streams import seed_generators, seed_of_part
 from lightning_parallel.ranks.stage_owners import broadcast_object
 from lightning_parallel.steps import PipelinedSteps
+from lightning_parallel.strategies.asked_gradients import noting_asked
 from lightning_parallel.strategies.step_logs import StepLogs
 from lightning_parallel.strategies.step_meetings import refusing_meetings
 from lightning_parallel.strategies.step_metrics import StepMetrics
@@ -38,11 +39,6 @@ from lightning_parallel.techniques.pipeline.stage_buffers import StageBuffers
 from lightning_parallel.techniques.pipeline.step_losses import StepLosses
 from lightning_parallel.techniques.pipeline.written_parameters import WrittenParameters
 
-_NO_PATH = "appears to not have been used in the graph"
-_ASKED = (
-    "Under a pipeline, torch.autograd.grad finds no path to what another stage computes, such as embeddings, and none "
-    "between microbatches; give schedule='turns', with which each stage has the whole graph, or pipeline=1"
-)
 _OF_LIGHTNING = frozenset(vars(LightningModule()))
 """Attributes that Lightning keeps for itself."""
 
@@ -95,14 +91,10 @@ class CutStep:
     def run(self, batch: Any, *args: Any) -> Any:
         """Call the user's method on a part of a batch; a stage that is not the last one leaves it early."""
         try:
-            with self._cut.router.side_inputs.carried.noting(is_on=True):
+            with self._cut.router.side_inputs.carried.noting(is_on=True), noting_asked():
                 output = self.step(with_own_containers(batch), *args)
         except StageExit as exit_:
             return exit_.passed
-        except RuntimeError as error:
-            if _NO_PATH in str(error):
-                error.add_note(_ASKED)
-            raise
         self._cut.router.check_end()
         return self._cut.router.returned(output)
 
@@ -135,7 +127,7 @@ class CutStep:
                 # Every stage begins with the step, and what it logs and counts before the stack; the last one ends it.
                 with metrics.dropped(), _once(self._module, self._cut, batch), _noting_samples(batch, state):
                     return self.run_stage(part, own, batch.args)
-            with counted(own, microbatch):
+            with counted(own, microbatch), metrics.of_part():
                 output = self._run_part(part, own_seed, logs.of(microbatch), own, batch.args)
             return finish(output, microbatch)
 

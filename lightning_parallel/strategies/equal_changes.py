@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_parallel._torch.written_numbers import Number
@@ -42,6 +43,8 @@ class _Done(NamedTuple):
         first, second = self.total / own, other.total / others
         if first == second or (math.isnan(first) and math.isnan(second)):
             return True
+        if not (math.isfinite(first) and math.isfinite(second)):
+            return False
         return abs(first - second) <= allowed * max(self.size / own, other.size / others)
 
 
@@ -54,7 +57,8 @@ class EqualChanges(Looks):
     Where each rank has all parameters, the copies part, which `EqualCopies` finds. Where each has a part, none is
     compared with another: a learning rate that follows the loss of each rank's own samples, or gradients that are
     scaled by it, train parts of one tensor in different ways. So the numbers are compared with which user code writes
-    into parameters, gradients and states, and those of the optimizers' groups in each update.
+    into parameters, gradients and states, and those of the optimizers' groups in each update. What the package writes
+    for the user, such as gradients that are clipped to a value of this rank's own, is not noted.
 
     Args:
         module: The module.
@@ -92,10 +96,13 @@ class EqualChanges(Looks):
         for index, own in enumerate(self._module.trainer.optimizers):
             if own is optimizer:
                 for number, group in enumerate(optimizer.param_groups):
+                    where = f" of group {number} of optimizer {index} ({type(optimizer).__name__})"
                     given = group.get("lr")  # some optimizers have none
                     rate: float | Tensor = given.detach() if isinstance(given, Tensor) else float(given or 0.0)
-                    what = f"{_RATE} of group {number} of optimizer {index} ({type(optimizer).__name__})"
-                    self._note(what, rate, rate.abs() if isinstance(rate, Tensor) else abs(rate))
+                    self._note(f"{_RATE}{where}", rate, rate.abs() if isinstance(rate, Tensor) else abs(rate))
+                    others = [each for name, each in group.items() if name != "lr" and type(each) in (float, tuple)]
+                    sizes = [abs(each) for each in tree_leaves(others) if isinstance(each, float)]
+                    self._note(f"the sum of the other settings{where}", sum(sizes), sum(sizes))
 
     def _note(self, what: str, total: float | Tensor, size: float | Tensor) -> None:
         done = self._done.setdefault(what, [0, 0.0, 0.0])
@@ -127,17 +134,18 @@ def _first_difference(
 
     Ranks of one stage do the same, as often; those of other stages have other parameters, and the same learning rates.
     """
-    for other, (stage, done) in enumerate(of_ranks):
-        for first, (its_stage, its_done) in enumerate(of_ranks[:other]):
-            same = stage == its_stage
-            allowed = _ROUNDING_OF_COPIES if readers[first] == readers[other] else _ROUNDING
-            all_done = dict.fromkeys((*its_done, *done))
-            common = (
-                what for what in all_done if same or (what.startswith(_RATE) and what in its_done and what in done)
-            )
-            for what in common:
-                if not its_done.get(what, _NOTHING).equals(done.get(what, _NOTHING), allowed, counts=same):
-                    return what, first, other
+    firsts: dict[int, int] = {}
+    for rank, (stage, _) in enumerate(of_ranks):
+        first = firsts.setdefault(stage, rank)
+        same = first != rank
+        other = first if same else 0
+        (_, own), (_, known) = of_ranks[rank], of_ranks[other]
+        allowed = _ROUNDING_OF_COPIES if readers[rank] == readers[other] else _ROUNDING
+        what_all = dict.fromkeys((*known, *own)) if same else [each for each in known if each in own]
+        for what in what_all:
+            is_compared = same or what.startswith(_RATE)
+            if is_compared and not known.get(what, _NOTHING).equals(own.get(what, _NOTHING), allowed, counts=same):
+                return what, other, rank
     return None
 
 
@@ -155,6 +163,7 @@ def _done_in_words(done: _Done | None) -> str:
 _DIFFERENT = (
     "after step {6}, ranks have changed their parts of the same tensors differently since step {5}: {0} was used on "
     "rank {1} {2}, and on rank {3} {4}. Nothing later than step {5} is to be trusted. A number that a rank takes from "
-    "its own samples, such as a loss, is another one on each rank, and so is what is decided by it: take that of all, "
-    "such as self.all_gather(loss).mean(), and do the same on all ranks"
+    "its own samples, such as a loss, is another one on each rank, and so is what is decided by it, or drawn at random "
+    "after ranks have drawn differently: take that of all, such as self.all_gather(loss).mean(), draw by "
+    "torch.randn_like(parameter), and do the same on all ranks"
 )

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.module.differences import first_of, value_difference
@@ -289,8 +289,8 @@ class _Rest:
 
 
 def _is_equal(first: Any, second: Any) -> bool:
-    leaves, others = tree_leaves(first), tree_leaves(second)
-    return len(leaves) == len(others) and all(map(_is_equal_leaf, leaves, others))
+    (leaves, form), (others, other_form) = tree_flatten(first), tree_flatten(second)
+    return form == other_form and all(map(_is_equal_leaf, leaves, others))
 
 
 def _is_equal_leaf(first: Any, second: Any) -> bool:
@@ -298,7 +298,10 @@ def _is_equal_leaf(first: Any, second: Any) -> bool:
         return False
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return first.shape == second.shape and torch.equal(first, second)
-    return first is second or (type(first) is type(second) and bool(first == second))
+    if isinstance(first, float) and isinstance(second, float):
+        return first == second or (math.isnan(first) and math.isnan(second))
+    plain = (bool, int, str)
+    return first is second or (type(first) is type(second) and isinstance(first, plain) and first == second)
 
 
 def _logged_otherwise(together: StepLogs, apart: StepLogs, tolerance: float) -> Trial | None:

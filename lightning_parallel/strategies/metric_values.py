@@ -8,15 +8,16 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
+from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_parallel import _lightning
 
 
 class BatchValues:
-    """Updates copies of the metrics that a step calls, by one microbatch after the other, for the values of the batch.
+    """Updates metrics that a step calls once more, on states of this step only, for the values of the batch.
 
     Logged by ``self.log(name, metric)``, a metric shows in each step the value that its forward has returned last: that
-    of the last microbatch otherwise. A copy begins with no samples, and its value is that of this step, on this rank.
+    of the last microbatch otherwise. Wrappers of metrics are left alone: they may draw random numbers in an update.
 
     Args:
         metrics: Path -> metric.
@@ -24,13 +25,15 @@ class BatchValues:
     Example:
         >>> values = BatchValues(metrics)
         >>> with values.noted():
-        ...     ...  # run the step on each microbatch
+        ...     ...  # within `part`, run the step on each microbatch
         >>> values.show()
     """
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
-        self._metrics = metrics
-        self._copies: dict[str, Metric] = {}
+        self._metrics = {path: metric for path, metric in metrics.items() if not isinstance(metric, WrapperMetric)}
+        self._states: dict[tuple[str, int], dict[str, Any]] = {}
+        self._calls: dict[str, int] = {}
+        """The number of calls of each metric in this microbatch: a later one is another one than those before."""
         self._is_paused = False
 
     @contextmanager
@@ -44,6 +47,12 @@ class BatchValues:
                 hook.remove()
 
     @contextmanager
+    def part(self) -> Iterator[None]:
+        """Open it around each microbatch."""
+        self._calls = {}
+        yield
+
+    @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside this context, what metrics are given does not count."""
         self._is_paused = True
@@ -54,14 +63,19 @@ class BatchValues:
 
     def show(self) -> None:
         """Let each metric that was called have returned the value of all microbatches last."""
-        for path, its_copy in self._copies.items():
-            _lightning.metrics.set_last_value(self._metrics[path], its_copy.compute())
+        for path, count in self._calls.items():
+            metric = self._metrics[path]
+            with _lightning.metrics.other_states(metric, self._states[path, count]):
+                value = metric.compute()
+            _lightning.metrics.set_last_value(metric, value)
 
     def _hook(self, path: str, metric: Metric) -> RemovableHandle:
         def note(_: Metric, args: Any, kwargs: Any, __: Any) -> None:
             if not self._is_paused:
-                if path not in self._copies:
-                    self._copies[path] = _lightning.metrics.empty_copy(metric)
-                self._copies[path].update(*args, **kwargs)
+                self._calls[path] = self._calls.get(path, 0) + 1
+                key = path, self._calls[path]
+                states = self._states.setdefault(key, _lightning.metrics.empty_states(metric))
+                with _lightning.metrics.other_states(metric, states):
+                    metric.update(*args, **kwargs)
 
         return metric.register_forward_hook(note, with_kwargs=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +106,10 @@ class StepMetrics:
         with self._values.noted() if is_cut else nullcontext():
             yield
         self._values.show()
+
+    def of_part(self) -> AbstractContextManager[None]:
+        """Open it around each microbatch on the stage that ends the step."""
+        return self._values.part()
 
     @contextmanager
     def dropped(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -125,4 +126,129 @@ class ClipsByAll(Decides):
             torch._foreach_mul_([parameter.detach().clone() for parameter in self.parameters()], self.last)
 
 
+class OwnNumber(Decides):
+    """A number that each rank has for itself: 1 on rank 0, 2 on rank 1."""
+
+    @property
+    def own(self) -> float:
+        return 1.0 + self.global_rank
+
+
+class CopiesWhole(OwnNumber):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.copy_(torch.full(parameter.shape, self.own))  # type: ignore[union-attr]
+
+
+class AssignsWholeData(OwnNumber):
+    def on_train_batch_end(self, *args: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data = torch.full(parameter.shape, self.own)
+
+
+class LoadsWhole(OwnNumber):
+    def on_train_batch_end(self, *args: Any) -> None:
+        norm = self.model.blocks[0].norm1
+        norm.load_state_dict({name: torch.full(value.shape, self.own) for name, value in norm.state_dict().items()})
+
+
+class InitializesAnew(OwnNumber):
+    def on_train_batch_end(self, *args: Any) -> None:
+        torch.nn.init.constant_(self.model.blocks[0].norm1.weight, self.own)
+
+
+class AddsInGraph(OwnNumber):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad = parameter.grad + 0.1 * self.own * parameter
+
+
+class CopiesOfGraph(OwnNumber):
+    def on_train_batch_end(self, *args: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data.copy_(parameter * (1 - 0.01 * self.own))
+
+
+class AssignsDetached(OwnNumber):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad = (parameter.grad * self.own).detach()
+
+
+class SmallBesideLarge(OwnNumber):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.add_(torch.full(parameter.shape, 1e3), alpha=1e-2 * self.own)  # type: ignore[union-attr]
+
+
+class OfNumpy(OwnNumber):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.mul_(np.float32(self.own))  # type: ignore[union-attr]
+
+
+class InLists(OwnNumber):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients: Any = [parameter.grad for parameter in self.parameters()]
+        torch._foreach_add_(gradients, torch._foreach_mul(gradients, self.own))
+
+
+class Infinite(OwnNumber):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.clamp_(max=float("inf") if self.own == 1 else 1e-3)  # type: ignore[union-attr]
+
+
+class OtherPlaces(OwnNumber):
+    """Masks with as many ones, in other rows."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        weight = self.model.tokens.weight
+        mask = torch.zeros(weight.shape)
+        mask[int(self.own)] = 1.0
+        weight.grad.mul_(mask)
+
+
+class SetsDecay(OwnNumber):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        optimizer.param_groups[0]["weight_decay"] = 0.1 * self.own
+
+
+class ForItself(OwnNumber):
+    """What a rank computes in tensors of its own, views and lists of them among them; some shards are empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = torch.nn.Linear(8, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0 * self.one(torch.ones(2, 8)).sum()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients: Any = [parameter.grad for parameter in self.parameters()]
+        for gradient in gradients:
+            gradient.detach().clone().view(-1).mul_(self.own)
+            gradient.clone().detach().mul_(self.own)
+            gradient.clone().data.mul_(self.own)
+            twice = gradient.detach().clone() * 2
+            twice.mul_(self.own)
+            gradient.mul_(float("inf")).clamp_(0, 1)
+        torch._foreach_mul_(torch._foreach_mul(gradients, 2.0), self.own)
+
+
 WRITING = [Scales, ScalesByTensor, Assigns, Clips, Decays, Forgets, MovesACode, ScalesInTheStep]
+OWN = [
+    CopiesWhole,
+    AssignsWholeData,
+    LoadsWhole,
+    InitializesAnew,
+    AddsInGraph,
+    CopiesOfGraph,
+    AssignsDetached,
+    SmallBesideLarge,
+    OfNumpy,
+    InLists,
+    Infinite,
+    OtherPlaces,
+    SetsDecay,
+]

@@ -17,7 +17,18 @@ from lightning_parallel import RanksDifferError, build_strategy, full_state_dict
 from lightning_parallel.callbacks import BatchSizeFinder
 from lightning_parallel.strategies import equal_changes
 from tests.data import batches, data_of
-from tests.models.decided import WRITING, ClipsByAll, Decides, FollowsLoss, OfAllRanks, Scales, SkipsUpdates
+from tests.models.decided import (
+    OWN,
+    WRITING,
+    ClipsByAll,
+    Decides,
+    FollowsLoss,
+    ForItself,
+    OfAllRanks,
+    Scales,
+    SkipsUpdates,
+)
+from tests.names import num_readers
 from tests.parity import TOLERANCE, difference, make_trainer, once
 
 OTHERS = "ranks change their parts differently; rank 0 says how"
@@ -46,6 +57,18 @@ def test_numbers_of_own_samples(ranks: Any, make: type[nn.Module], name: str) ->
     assert "decided.py:" in first
     assert "self.all_gather(loss).mean()" in first
     assert other == OTHERS
+
+
+@pytest.mark.parametrize("make", OWN)
+def test_numbers_of_one_rank(ranks: Any, make: type[nn.Module]) -> None:
+    first, other = errors(ranks(2).run(fitted, make, "fsdp_custom", 2, 2))
+    assert "ranks have changed their parts of the same tensors differently" in first
+    assert other == OTHERS
+
+
+@pytest.mark.parametrize("name", ["fsdp_custom", "tp_custom"])
+def test_what_a_rank_has_for_itself(ranks: Any, name: str) -> None:
+    assert errors(ranks(2).run(fitted, ForItself, name, 2, num_readers(name, 2))) == ["", ""]
 
 
 @pytest.mark.parametrize(
