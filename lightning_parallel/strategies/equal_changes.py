@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_parallel import _torch
 from lightning_parallel._torch.written_numbers import Number
 from lightning_parallel.errors import RanksDifferError, line_of_user
 from lightning_parallel.module.placeholders import is_placeholder
@@ -100,6 +101,11 @@ class EqualChanges(Looks):
                     given = group.get("lr")  # some optimizers have none
                     rate: float | Tensor = given.detach() if isinstance(given, Tensor) else float(given or 0.0)
                     self._note(f"{_RATE}{where}", rate, rate.abs() if isinstance(rate, Tensor) else abs(rate))
+                    self._note(
+                        f"the number of gradients of the first parameter{where}",
+                        _num_gradients(group["params"][:1]),
+                        1.0,
+                    )
                     others = [each for name, each in group.items() if name != "lr" and type(each) in (float, tuple)]
                     sizes = [abs(each) for each in tree_leaves(others) if isinstance(each, float)]
                     self._note(f"the sum of the other settings{where}", sum(sizes), sum(sizes))
@@ -147,6 +153,12 @@ def _first_difference(
             if is_compared and not known.get(what, _NOTHING).equals(own.get(what, _NOTHING), allowed, counts=same):
                 return what, other, rank
     return None
+
+
+def _num_gradients(parameters: Sequence[Tensor]) -> float:
+    """The number of parameters that have a gradient, as torch finds it."""
+    with _torch.modes.without_function_modes():
+        return float(sum(each.grad is not None for each in parameters))
 
 
 def _in_words(what: str, first: int, other: int, of_ranks: list[Any], step: int, agreed: int | None) -> str:

@@ -214,6 +214,14 @@ class SetsDecay(OwnNumber):
         optimizer.param_groups[0]["weight_decay"] = 0.1 * self.own
 
 
+class ClearsGradients(OwnNumber):
+    """As where one rank skips a batch."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.own == 1:
+            optimizer.zero_grad()
+
+
 class ForItself(OwnNumber):
     """What a rank computes in tensors of its own, views and lists of them among them; some shards are empty."""
 
@@ -251,4 +259,5 @@ OWN = [
     Infinite,
     OtherPlaces,
     SetsDecay,
+    ClearsGradients,
 ]
