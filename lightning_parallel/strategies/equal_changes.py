@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_parallel import _torch
@@ -52,6 +51,42 @@ class _Done(NamedTuple):
 _NOTHING = _Done(0, 0.0, 0.0)
 
 
+class _Updates:
+    """The settings of one group of an optimizer in its updates; in the way of each of them, so that it costs little."""
+
+    def __init__(self) -> None:
+        self.times, self.num_gradients = 0, 0
+        self.rate: float | Tensor = 0.0
+        self.others = 0.0
+
+    def add(self, group: Mapping[str, Any]) -> None:
+        rate, parameters = group.get("lr"), group["params"]
+        self.times += 1
+        if rate is not None:  # some optimizers have none
+            self.rate = self.rate + (rate.detach() if isinstance(rate, Tensor) else rate)
+        self.others += sum([value for value in group.values() if type(value) is float])
+        self.others += sum([value for value in group.get("betas", ()) if type(value) is float])
+        # All of them, or none: who skips an update clears all gradients.
+        self.num_gradients += bool(parameters) and parameters[0].grad is not None
+
+    def done(self, number: int, label: str) -> dict[str, _Done]:
+        """The settings, in words, and their numbers.
+
+        Args:
+            number: That of the group.
+            label: The optimizer, in words.
+        """
+        totals = {
+            _RATE: float(self.rate),
+            "the sum of all settings": self.others,
+            "the number of gradients of the first parameter": float(self.num_gradients),
+        }
+        return {
+            f"{what} of group {number} of {label}": _Done(self.times, total, abs(total))
+            for what, total in totals.items()
+        }
+
+
 class EqualChanges(Looks):
     """Ends a fit whose ranks change their parts of the same tensors differently, as by a number of their own samples.
 
@@ -74,6 +109,7 @@ class EqualChanges(Looks):
         super().__init__(module)
         self._readers = readers
         self._done: dict[str, list[Any]] = {}
+        self._updates: dict[str, list[_Updates]] = {}
         # Behind the update: the closure runs inside of it, and hooks there may set the rate.
         self._hook = register_optimizer_step_post_hook(self._note_update)
 
@@ -96,19 +132,12 @@ class EqualChanges(Looks):
             return
         for index, own in enumerate(self._module.trainer.optimizers):
             if own is optimizer:
-                for number, group in enumerate(optimizer.param_groups):
-                    where = f" of group {number} of optimizer {index} ({type(optimizer).__name__})"
-                    given = group.get("lr")  # some optimizers have none
-                    rate: float | Tensor = given.detach() if isinstance(given, Tensor) else float(given or 0.0)
-                    self._note(f"{_RATE}{where}", rate, rate.abs() if isinstance(rate, Tensor) else abs(rate))
-                    self._note(
-                        f"the number of gradients of the first parameter{where}",
-                        _num_gradients(group["params"][:1]),
-                        1.0,
-                    )
-                    others = [each for name, each in group.items() if name != "lr" and type(each) in (float, tuple)]
-                    sizes = [abs(each) for each in tree_leaves(others) if isinstance(each, float)]
-                    self._note(f"the sum of the other settings{where}", sum(sizes), sum(sizes))
+                label = f"optimizer {index} ({type(optimizer).__name__})"
+                groups = self._updates.setdefault(label, [])
+                groups += [_Updates() for _ in optimizer.param_groups[len(groups) :]]
+                with _torch.modes.without_function_modes():  # else each look at the gradient of a shard costs
+                    for updates, group in zip(groups, optimizer.param_groups, strict=False):
+                        updates.add(group)
 
     def _note(self, what: str, total: float | Tensor, size: float | Tensor) -> None:
         done = self._done.setdefault(what, [0, 0.0, 0.0])
@@ -120,7 +149,10 @@ class EqualChanges(Looks):
     def compare(self) -> None:
         trainer, stage = self._module.trainer, self._stage()
         done = {what: _Done(times, float(total), float(size)) for what, (times, total, size) in self._done.items()}
-        self._done = {}
+        for label, groups in self._updates.items():
+            for number, updates in enumerate(groups):
+                done |= updates.done(number, label)
+        self._done, self._updates = {}, {}
         of_ranks = of_all_ranks((stage, done))
         if (found := _first_difference(of_ranks, self._readers)) is not None:
             if trainer.global_rank != 0:
@@ -153,12 +185,6 @@ def _first_difference(
             if is_compared and not known.get(what, _NOTHING).equals(own.get(what, _NOTHING), allowed, counts=same):
                 return what, other, rank
     return None
-
-
-def _num_gradients(parameters: Sequence[Tensor]) -> float:
-    """The number of parameters that have a gradient, as torch finds it."""
-    with _torch.modes.without_function_modes():
-        return float(sum(each.grad is not None for each in parameters))
 
 
 def _in_words(what: str, first: int, other: int, of_ranks: list[Any], step: int, agreed: int | None) -> str:
