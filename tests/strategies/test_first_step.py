@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -147,13 +148,21 @@ def test_what_callbacks_log_is_not_compared(ranks: Any) -> None:
     assert lines[0].startswith("first step equals one process")
 
 
+def finding_none(strategy: str) -> tuple[str, list[str]]:
+    """The error of a fit whose hook finds no gradients in the middle of a window, and what was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        words = ends_before_an_update(AnyHooks, strategy, accumulate_grad_batches=2)
+    return words, [str(each.message) for each in caught if "p.grad is None" in str(each.message)]
+
+
 def test_hooks_that_find_no_gradients_end_the_fit(ranks: Any) -> None:
     """Gradients that are held until the last backward are not halved by a hook behind the first one."""
-    words = ranks(2).run(
-        ends_before_an_update, AnyHooks, "fsdp_custom:accumulation_sync=last", accumulate_grad_batches=2
-    )
-    assert "gradients differ" in words[0]
-    assert "is logged" not in words[0]
+    words, told = ranks(2).run(finding_none, "fsdp_custom:accumulation_sync=last")[0]
+    assert "gradients differ" in words
+    assert "is logged" not in words
+    assert len(told) == 1
+    assert "or give accumulation_sync='every'" in told[0]
 
 
 def test_a_hook_that_fails_on_the_copy_is_no_error(ranks: Any) -> None:
