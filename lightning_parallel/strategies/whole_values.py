@@ -31,7 +31,8 @@ _KEPT = (
     "p.grad is None {}, in the middle of a window of accumulated gradients: each rank keeps its own until they are "
     "reduced with the last microstep, where one process has their sum so far. Read gradients in on_after_backward, "
     "before which they are reduced each time unless accumulation_sync='last' is given, or in on_before_optimizer_step, "
-    "or give accumulation_sync='every'; what clears them is the zero_grad of self.optimizers(), and not that of the module"
+    "or give accumulation_sync='every'; what clears them is the zero_grad of self.optimizers(), and not that of "
+    "the module"
 )
 
 
