@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from lightning.fabric.utilities.data import has_iterable_dataset
@@ -100,6 +101,25 @@ def unequal_sharers(found: Sequence[object], readers: Sequence[int], of: str) ->
         "seed_everything(seed, workers=True)"
         for one, other in _differing_sharers(found, readers)
     ]
+
+
+def equal_readers(found: Sequence[object], readers: Sequence[int]) -> str:
+    """The warning where ranks that are to read different samples have read the same ones; empty if none have.
+
+    Args:
+        found: Of each rank, what it has read; empty if nobody can say.
+        readers: Of each rank, its place among those that read different samples.
+    """
+    first = {reader: rank for rank, reader in reversed(list(enumerate(readers)))}
+    for one, other in itertools.combinations(sorted(first.values()), 2):
+        if found[one] and found[one] == found[other]:
+            return (
+                f"ranks {one} and {other} have read the same samples as their first batch of training, which nothing "
+                "has dealt out: each of them is trained on more than once, and an epoch is as long as on one device. "
+                "Give each rank its share, by num_replicas and rank of trainer.distributed_sampler_kwargs; the workers "
+                "of an IterableDataset divide that by torch.utils.data.get_worker_info()"
+            )
+    return ""
 
 
 def _differing_sharers(values: Sequence[object], readers: Sequence[int]) -> list[tuple[int, int]]:

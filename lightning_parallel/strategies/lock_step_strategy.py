@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_parallel import _lightning
@@ -19,9 +20,10 @@ from lightning_parallel.strategies.epoch_ends import EpochEnds
 from lightning_parallel.strategies.equal_changes import EqualChanges
 from lightning_parallel.strategies.equal_copies import EqualCopies
 from lightning_parallel.strategies.evaluation_turns import EvaluationTurns, nothing_left
-from lightning_parallel.strategies.loader_lengths import length_violations, unequal_sharers
+from lightning_parallel.strategies.loader_lengths import equal_readers, length_violations, unequal_sharers
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
 from lightning_parallel.strategies.rank_buffers import RankBuffers
+from lightning_parallel.strategies.sampling import are_dealt_out
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -64,12 +66,17 @@ class LockStepStrategy(ProcessGroupStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         trainer = self.module.trainer
         loader = trainer.state.stage, dataloader_idx
-        if self._shares_samples and loader not in self._compared and self._has_to_meet:
+        is_new = self.world_size > 1 and loader not in self._compared
+        # Elsewhere than in training, some ranks may have no batch.
+        if is_new and self._has_to_meet and (self._shares_samples or trainer.training):
             # Once for each loader: a set-up in which ranks read different samples shows in the first batch.
             self._compared.add(loader)
-            found = of_all_ranks(of_batch(batch))
+            is_dealt = are_dealt_out(_lightning.training_loaders(trainer))
+            found, are_dealt = zip(*of_all_ranks((of_batch(batch), is_dealt)), strict=True)
             stage = getattr(trainer.state.stage, "value", "the run")
             self.refuse(unequal_sharers(found, self._readers, f"{stage}, loader {dataloader_idx}"))
+            if trainer.training and not any(are_dealt) and (warning := equal_readers(found, self._readers)):
+                rank_zero_warn(warning)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @property

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
@@ -44,13 +45,13 @@ class SampleDealer:
 
     def deal_out(self, loader: object) -> object:
         """The same loader with a sampler for this rank; what is no map-style loader comes back as it is."""
-        is_ours = self._is_on and isinstance(loader, DataLoader) and not has_iterable_dataset(loader)
-        if not is_ours:
+        if not isinstance(loader, DataLoader) or has_iterable_dataset(loader):
             return loader
-        assert isinstance(loader, DataLoader)
+        if is_dealt_out(loader):
+            return self._dealt_to_readers(loader)
+        if not self._is_on:
+            return loader
         batches = loader.batch_sampler
-        if any(_is_dealt_out(each) for each in (loader.sampler, batches, getattr(batches, "sampler", None))):
-            return loader
         if loader.batch_size is not None or batches is None:
             return _lightning.with_sampler(loader, self._sampler_of_rank(loader, drop_last=loader.drop_last))
         if type(batches) is BatchSampler:
@@ -67,6 +68,38 @@ class SampleDealer:
         if number is not None:
             self._tell_repeated("batches", number, of_rank.num_replicas, of_rank.repeated)
         return _torch.loaders.with_batches(loader, of_rank, of_rank)
+
+    def _dealt_to_readers(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """The loader whose own sampler deals out to all ranks, where some of them compute the same samples."""
+        batches, ranks = loader.batch_sampler, self._trainer.distributed_sampler_kwargs or {}
+        is_plain = type(batches) is BatchSampler
+        own = batches.sampler if is_plain else loader.sampler  # type: ignore[union-attr]
+        num_ranks, rank = self._trainer.world_size, self._trainer.global_rank
+        num_readers = ranks.get("num_replicas", num_ranks)
+        # What the user has dealt out in another way, to the ranks of a node, say, is not to be guessed at.
+        if type(own) is not DistributedSampler or (own.num_replicas, own.rank) != (num_ranks, rank):
+            return loader
+        if num_readers == num_ranks or not (is_plain or batches is None):
+            return loader
+        of_readers: DistributedSampler[Any] = DistributedSampler(
+            own.dataset, **ranks, shuffle=own.shuffle, seed=own.seed, drop_last=own.drop_last
+        )
+        of_readers.set_epoch(own.epoch)
+        self._tell_readers(num_ranks, num_readers)
+        if not is_plain:
+            return _torch.loaders.with_samples(loader, of_readers)
+        other = BatchSampler(of_readers, batches.batch_size, batches.drop_last)  # type: ignore[union-attr]
+        return _torch.loaders.with_batches(loader, other, of_readers)
+
+    def _tell_readers(self, num_ranks: int, num_readers: int) -> None:
+        """Say once that the user's own sampler deals out to fewer than all ranks."""
+        if (num_ranks, num_readers) not in self._told:
+            self._told.add((num_ranks, num_readers))
+            whom = "1 reader" if num_readers == 1 else f"{num_readers} readers"
+            rank_zero_info(
+                f"a DistributedSampler for {num_ranks} ranks deals out its samples to {whom}: the other ranks compute "
+                "the same samples together with these (trainer.distributed_sampler_kwargs)"
+            )
 
     def _repeats(self) -> Callable[[], bool]:
         """Answers whether every rank has to have as many: not where it evaluates, one loader after the other.
@@ -137,6 +170,22 @@ def _shuffles_by_state(sampler: Any) -> bool:
     return is_theirs and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
-def _is_dealt_out(sampler: object) -> bool:
-    """Whether the user's sampler knows of ranks by itself."""
-    return isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas")
+def are_dealt_out(loaders: CombinedLoader | None) -> bool:
+    """Whether samplers of all loaders give each rank its share, as far as can be seen.
+
+    Args:
+        loaders: Those of training, ``None`` before there are any.
+    """
+    found = [] if loaders is None else loaders.flattened
+    return all(isinstance(each, DataLoader) and not has_iterable_dataset(each) and is_dealt_out(each) for each in found)
+
+
+def is_dealt_out(loader: DataLoader[Any]) -> bool:
+    """Whether a sampler of the loader gives each rank its share.
+
+    Args:
+        loader: A loader of a map-style data set.
+    """
+    batches = loader.batch_sampler
+    samplers = loader.sampler, batches, getattr(batches, "sampler", None)
+    return any(isinstance(each, DistributedSampler) or hasattr(each, "num_replicas") for each in samplers)
