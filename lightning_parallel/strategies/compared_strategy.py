@@ -178,9 +178,11 @@ def in_words(strategy: ComparedStrategy, differences: Sequence[str], rank: int, 
     given = ", ".join(each for each in degrees if not each.endswith("=1"))
     finder = "" if rank == 0 else f", as rank {rank} found"
     begins = f". In a second run, {where}" if where else ""
+    is_cut = strategy.degrees.pipeline != 1 and not strategy.policies_for(strategy.module).takes_turns
+    turns = "schedule='turns', with which stages run whole batches, or " if is_cut else ""
     return (
         f"the first step under {type(strategy).__name__}({given}) is not that of one process{finder}: "
         f"{'; '.join(differences)}{begins}. Nothing was updated. The step does something that this strategy does not "
-        "see through, or the strategy is wrong: please report it then. Give another strategy, change that part of the "
-        "step, or give check='off' to train with other numbers than one process"
+        f"see through, or the strategy is wrong: please report it then. Give {turns}another strategy, change that part "
+        "of the step, or give check='off' to train with other numbers than one process"
     )

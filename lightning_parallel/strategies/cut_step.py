@@ -31,7 +31,7 @@ from lightning_parallel.strategies.step_meetings import refusing_meetings
 from lightning_parallel.strategies.step_metrics import StepMetrics
 from lightning_parallel.techniques.pipeline.cut import CutStack
 from lightning_parallel.techniques.pipeline.execution import Action, Execution
-from lightning_parallel.techniques.pipeline.joined import JoinedOutputs, PartGradients, Passed
+from lightning_parallel.techniques.pipeline.joined import IN_ORDER, JoinedOutputs, PartGradients, Passed, RowOrder
 from lightning_parallel.techniques.pipeline.layer_router import StageExit, StepPart
 from lightning_parallel.techniques.pipeline.microbatches import merge_outputs, with_own_containers
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
@@ -54,6 +54,7 @@ class CutBatch:
         part_size: The samples of a microbatch.
         seed: The seed of its random numbers.
         joins: Whether what comes after the stack runs once, on the whole batch.
+        order: The order of the rows that the stack is given for its samples.
     """
 
     whole: Any
@@ -62,6 +63,7 @@ class CutBatch:
     part_size: int
     seed: int = 0
     joins: bool = False
+    order: RowOrder = IN_ORDER
 
 
 class CutStep:
@@ -137,7 +139,7 @@ class CutStep:
             return None if losses is None else (losses.backward_of(output, microbatch),)
 
         def join(passed: list[Passed]) -> PartGradients:
-            joined = self.joined(passed)
+            joined = self.joined(passed, batch)
             seed = seed_of_part(batch.seed, len(batch.parts))
             with counted(batch.whole, 0):
                 output = self.run_rest(joined, seed, logs.of(0), batch.whole, batch.args)
@@ -150,11 +152,17 @@ class CutStep:
 
         with self._parameters.checked(), metrics.shown(is_cut=not batch.joins):
             self.execution(forward, join if batch.joins else None).run(actions)
-        return self._share(outputs, logs, metrics, batch.part_size, losses, state)
+        return self._share(outputs, logs, metrics, batch, losses, state)
 
-    def joined(self, passed: list[Passed]) -> JoinedOutputs:
-        """Join what the last stage has computed for each microbatch."""
-        return JoinedOutputs(passed, self._cut.router.side_inputs.num_beside(self.name))
+    def joined(self, passed: list[Passed], batch: CutBatch) -> JoinedOutputs:
+        """Join what the last stage has computed for each microbatch.
+
+        Args:
+            passed: What it has computed.
+            batch: The batch.
+        """
+        num_beside = self._cut.router.side_inputs.num_beside(self.name)
+        return JoinedOutputs(passed, num_beside, order=batch.order, part_size=batch.part_size)
 
     def run_stack(self, part: StepPart, batch: Any, args: Any) -> Passed:
         """Run the last stage on a microbatch up to the end of the stack, and leave no trace outside of the layers.
@@ -236,7 +244,7 @@ class CutStep:
         outputs: dict[int, Any],
         logs: StepLogs,
         metrics: StepMetrics,
-        part_size: int,
+        batch: CutBatch,
         losses: StepLosses | None,
         state: WrittenState | None,
     ) -> Any:
@@ -246,7 +254,8 @@ class CutStep:
         own, message, trainer = None, None, self._module.trainer
         if outputs:
             in_order = [outputs[number] for number in sorted(outputs)]
-            own = merge_outputs(in_order if losses is None else losses.reweighted(in_order), part_size)
+            in_order = in_order if losses is None else losses.reweighted(in_order)
+            own = merge_outputs(in_order, batch.part_size, batch.order)
             weights = losses.message() if losses is not None else None
             news = {} if state is None else state.news()
             of_logs = logs.collected(), metrics.updated()

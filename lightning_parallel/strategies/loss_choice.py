@@ -107,7 +107,7 @@ class LossChoice:
             draws_early: Whether the step draws random numbers before the stack, on any rank.
         """
         name, count = step.name, len(batch.parts)
-        if name in self._is_final:
+        if name in self._is_final or name in self.disordered:
             return self._joins.get(name, False)
         self._num_steps += is_training
         is_mean = is_training and self._steps.microbatch_weights is None
@@ -269,7 +269,7 @@ class _Rest:
     def _loss(self, passed: list[Passed], batch: Any, logs: StepLogs, number: int) -> tuple[float, float]:
         """The loss, and its weight."""
         metrics = StepMetrics(self._module)
-        joined, state = self._step.joined(passed), self._step.state_outside_of_layers()
+        joined, state = self._step.joined(passed, self._batch), self._step.state_outside_of_layers()
         counting = contextlib.nullcontext(lambda: 1.0) if self._weights is None else self._weights.counting(batch)
         # Each run begins with what the step before has left, and not with what another run has.
         with unchanged(self._module), counting as count, Tried(self._ignored):

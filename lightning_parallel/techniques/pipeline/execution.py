@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_parallel import _torch
+from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.techniques.pipeline.joined import PartGradients, Passed
-from lightning_parallel.techniques.pipeline.passed_forms import HEADER, Form, forms_of
+from lightning_parallel.techniques.pipeline.passed_forms import HEADER, Form, forms_of, in_words
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
 from lightning_parallel.techniques.pipeline.unused_inputs import UnusedInputs
@@ -259,7 +260,8 @@ class Execution:
             assert work is not None
             self._sent.append((announced, work))
         # The receiver allocates memory for the shapes of this step's first microbatch.
-        assert self._coming[stage + 1] == forms, "microbatches of different shapes"
+        if self._coming[stage + 1] != forms:
+            raise ConfigurationError([_OTHER_FORMS.format(*map(in_words, (forms, self._coming[stage + 1])))])
         self._send(tuple(tensor.detach() for tensor in output), target)
 
     def _announced(self, stage: int) -> list[Form]:
@@ -292,3 +294,9 @@ class Execution:
                 if work is not None:
                     work.wait()
         return tuple(tensor for tensor, _ in found)
+
+
+_OTHER_FORMS = (
+    "a microbatch gives the next stage {}, and the first microbatch {}, as where a step leaves out samples, or pads "
+    "them, by what they hold; do so in the data loader, or give schedule='turns' or pipeline=1"
+)

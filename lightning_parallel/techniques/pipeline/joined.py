@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,23 @@ PartGradients = list[tuple[Tensor | None, ...]]
 """For each microbatch, the gradients of the tensors that its last stage has computed."""
 
 
+@dataclass(frozen=True)
+class RowOrder:
+    """The rows that a stack is given for each sample.
+
+    Args:
+        rows: Their number.
+        in_views: Whether the first rows of all samples stand before all second ones, as ``torch.cat([first, second])``
+            of two views of a batch leaves them; else, those of a sample stand together.
+    """
+
+    rows: int = 1
+    in_views: bool = False
+
+
+IN_ORDER = RowOrder()
+
+
 class JoinedOutputs:
     """The outputs of the last stage for all microbatches, joined as they are asked for.
 
@@ -29,10 +47,14 @@ class JoinedOutputs:
         parts: For each microbatch, the tensors that the last layer returned, then side inputs of the stage, then what
             it has kept of its own.
         num_side_inputs: The number of these, and of what was kept.
+        order: The order of rows.
+        part_size: The samples of a microbatch.
     """
 
-    def __init__(self, parts: Sequence[Passed], num_side_inputs: int = 0) -> None:
-        self._parts = parts
+    def __init__(
+        self, parts: Sequence[Passed], num_side_inputs: int = 0, *, order: RowOrder | None = None, part_size: int = 1
+    ) -> None:
+        self._parts, self._order, self._part_size = parts, order or IN_ORDER, part_size
         self._first_side_input = len(parts[0]) - num_side_inputs
         self._joined: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self.unjoined = ""
@@ -81,17 +103,37 @@ class JoinedOutputs:
         """Join one tensor to the shape of `like`, which stays in its place if there is no dimension of samples."""
         if number not in self._joined:
             pieces = [part[number] for part in self._parts]
-            dim = _batch_dim(pieces, like.shape)
+            dim = batch_dim(pieces, like.shape)
             if dim is None:
                 return like
             has_graph = any(piece.requires_grad for piece in pieces) and torch.is_grad_enabled()
             leaves = [piece.detach().requires_grad_(has_graph) for piece in pieces]
-            self._joined[number] = torch.cat(leaves, dim), leaves
+            self._joined[number] = joined_rows(leaves, dim, self._order, self._part_size), leaves
         return self._joined[number][0]
 
 
-def _batch_dim(pieces: Sequence[Tensor], whole: torch.Size) -> int | None:
-    """The dimension along which `pieces` are cut; ``None`` where there is none."""
+def joined_rows(pieces: Sequence[Tensor], dim: int, order: RowOrder, part_size: int) -> Tensor:
+    """Join rows of microbatches in the order in which one process has those of the batch.
+
+    Args:
+        pieces: Of each microbatch.
+        dim: The dimension of rows.
+        order: The order of those that the stack is given. Others, such as one for each sample, are in order.
+        part_size: The samples of a microbatch.
+    """
+    if not order.in_views or pieces[0].shape[dim] != order.rows * part_size:
+        return torch.cat(list(pieces), dim)
+    of_pieces = [piece.chunk(order.rows, dim) for piece in pieces]
+    return torch.cat([each for of_view in zip(*of_pieces, strict=True) for each in of_view], dim)
+
+
+def batch_dim(pieces: Sequence[Tensor], whole: torch.Size) -> int | None:
+    """The dimension along which `pieces` are cut; ``None`` where there is none.
+
+    Args:
+        pieces: Of each microbatch.
+        whole: The shape of that of the whole batch.
+    """
     part = pieces[0].shape
     if len(part) != len(whole) or any(piece.shape != part for piece in pieces):
         return None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel import _torch
+from lightning_parallel.module.hidden_states import hidden_in
 from lightning_parallel.module.left_values import LeftValues
 from lightning_parallel.module.placeholders import placeholders_in_place
 from lightning_parallel.ranks.random_streams import drawing_from, seed_of_part
@@ -61,6 +62,7 @@ class StepPart:
         clock: Times the layers, if given.
         leaves_stack: Whether the step is left behind the last layer, too, with what it returns.
         joined: What the layers have returned already; if given, none of them runs.
+        leaves_at_stack: Whether the step is left at the first layer, with the hidden states that it is given.
     """
 
     stage: int | None
@@ -69,6 +71,7 @@ class StepPart:
     clock: StepClock | None = None
     leaves_stack: bool = False
     joined: JoinedOutputs | None = None
+    leaves_at_stack: bool = False
 
     def ending(self, last: int) -> dict[str, bool]:
         """Whether the run comes to the end of the step, and is that of the whole batch.
@@ -240,6 +243,9 @@ class LayerRouter:
         if index == own.start and part.received is not None:
             args, kwargs = self._boundary.take(index, part.received, args, kwargs)
         args, kwargs = self._substitutes.replace((args, kwargs))
+        if part.leaves_at_stack:
+            hidden = hidden_in(args, kwargs)
+            raise StageExit(() if hidden is None else (hidden,))
         if index == own.stop:
             raise StageExit(self._boundary.sent(index, args, kwargs))
         self.position = index

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.ranks.lock_step import said_by_all
+from lightning_parallel.techniques.pipeline.joined import IN_ORDER, RowOrder, joined_rows
 from lightning_parallel.techniques.pipeline.schedules import PipelinePolicy
 
 IGNORED = -100
@@ -189,7 +190,7 @@ def has_uneven_entries(batch: Any, batch_size: int, count: int, ignored: Iterabl
     return bool(torch.stack(found).any()) if found else False
 
 
-def merge_outputs(outputs: Sequence[Any], size: int) -> Any:
+def merge_outputs(outputs: Sequence[Any], size: int, order: RowOrder = IN_ORDER) -> Any:
     """Merge the outputs of equal microbatches into that of the whole batch.
 
     Tensors and lists with an entry for each sample are joined; other numbers are averaged.
@@ -197,6 +198,7 @@ def merge_outputs(outputs: Sequence[Any], size: int) -> Any:
     Args:
         outputs: The output of each microbatch, all of one structure.
         size: The number of samples of a microbatch.
+        order: The order of rows that the step makes of samples: those of tensors with as many stand alike.
 
     Raises:
         ConfigurationError: For anything else that differs between microbatches.
@@ -207,14 +209,14 @@ def merge_outputs(outputs: Sequence[Any], size: int) -> Any:
     flat, specs = zip(*(tree_flatten(output, is_leaf=is_list) for output in outputs), strict=True)
     if any(spec != specs[0] for spec in specs):
         raise ConfigurationError(["the step returns something of another structure for each microbatch; " + _ADVICE])
-    return tree_unflatten([_merge(values, size) for values in zip(*flat, strict=True)], specs[0])
+    return tree_unflatten([_merge(values, size, order) for values in zip(*flat, strict=True)], specs[0])
 
 
-def _merge(values: Sequence[Any], size: int) -> Any:
+def _merge(values: Sequence[Any], size: int, order: RowOrder) -> Any:
     first = values[0]
     if isinstance(first, Tensor):
-        if first.ndim and first.shape[0] == size:
-            return torch.cat(list(values))
+        if first.ndim and first.shape[0] in (size, order.rows * size):
+            return joined_rows(values, 0, order, size)
         if not first.ndim and first.is_floating_point():
             return torch.stack(list(values)).mean(0)
         is_same = all(torch.equal(first, value) for value in values)

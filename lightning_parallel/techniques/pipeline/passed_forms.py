@@ -34,6 +34,15 @@ class Form:
         return cls(PASSED_DTYPES[kind], bool(wants_gradient), tuple(sizes[:ndim]))
 
 
+def in_words(forms: Sequence[Form]) -> str:
+    """Name the forms of several tensors.
+
+    Args:
+        forms: The forms.
+    """
+    return " and ".join(f"{str(form.dtype).removeprefix('torch.')} of shape {list(form.sizes)}" for form in forms)
+
+
 def forms_of(passed: Sequence[Tensor]) -> list[Form]:
     """Describe the tensors that a stage sends on.
 

@@ -1,0 +1,118 @@
+"""Steps that give the stack views of samples, or samples in another order, under a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_parallel import full_state_dict
+from lightning_parallel.strategies.sample_order import order_of
+from lightning_parallel.techniques.pipeline.joined import JoinedOutputs, RowOrder
+from tests.data import batches
+from tests.jobs.first_steps import said
+from tests.models import views
+from tests.parity import TOLERANCE, difference, trainer_for
+from tests.rank_pool import RankError
+
+TURNS = "the step gives the stack other rows, or another order of them"
+Outcome = tuple[dict[str, Tensor], float, list[list[float]], list[str]]
+
+
+def fitted(make: Any, strategy: str, num_ranks: int, readers: int = 1) -> Outcome:
+    """Weights, the loss of validation, the rows that steps have returned, and what is said of turns."""
+    L.seed_everything(3, verbose=False)
+    module, loader = make(), batches("byte_gpt", readers)
+    with said(TURNS) as lines:
+        trainer = trainer_for(strategy, num_ranks, max_epochs=1, num_sanity_val_steps=0)
+        trainer.fit(module, loader, loader)
+    rows = [row.tolist() for row in module.returned]
+    return full_state_dict(trainer), float(trainer.callback_metrics["val_loss"]), rows, lines
+
+
+def assert_equal(found: Outcome, one: Outcome) -> None:
+    assert difference(found[0], one[0]) <= TOLERANCE
+    assert found[1] == pytest.approx(one[1], rel=1e-4)
+    assert len(found[2]) == len(one[2])
+    for own, other in zip(found[2], one[2], strict=True):
+        assert own == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "pp_custom",
+        "pp_custom:loss=batch",
+        "pp_custom:schedule=interleaved,virtual_stages=2",
+        "pp_custom:microbatches=8",
+    ],
+)
+@pytest.mark.parametrize("make", [views.TwoViews, views.Contrast, views.ThreeViews, views.Beside])
+def test_rows_of_views_stand_where_one_process_has_them(make: Any, strategy: str, ranks: Any) -> None:
+    found = ranks(2).run(fitted, make, strategy, 2, deadline=60)
+    assert_equal(found[0], fitted(make, "auto", 1))
+    assert found[0][2] == found[1][2]
+    assert not found[0][3]
+
+
+def test_means_over_microbatches(ranks: Any) -> None:
+    """Nothing is joined, but for what the step returns."""
+    found = ranks(2).run(fitted, views.TwoViews, "pp_custom:loss=microbatch", 2, deadline=60)
+    one = fitted(views.TwoViews, "auto", 1)
+    assert difference(found[0][0], one[0]) <= TOLERANCE
+    for own, other in zip(found[0][2], one[2], strict=True):
+        assert own == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+def test_in_a_product(ranks: Any) -> None:
+    found = ranks(4).run(fitted, views.TwoViews, "fsdp_custom:shard=2,pipeline=2", 4, 2, deadline=60)
+    assert difference(found[0][0], fitted(views.TwoViews, "auto", 1)[0]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("strategy", ["pp_custom", "pp_custom:loss=batch"])
+@pytest.mark.parametrize("make", [views.Reversed, views.Sorted, views.Some])
+def test_stages_take_turns_where_nobody_knows_the_order(make: Any, strategy: str, ranks: Any) -> None:
+    found = ranks(2).run(fitted, make, strategy, 2, deadline=60)
+    assert_equal(found[0], fitted(make, "auto", 1))
+    assert any("take turns" in line for line in found[0][3]), found[0][3]
+
+
+def test_other_numbers_of_rows_have_no_microbatches(ranks: Any) -> None:
+    with pytest.raises(RankError, match=r"a microbatch gives the next stage .* of shape \[\d, 16, 16\]"):
+        ranks(2).run(fitted, views.Some, "pp_custom:loss=microbatch", 2, deadline=60)
+
+
+def cut(rows: Tensor, size: int = 2) -> list[Tensor]:
+    return list(rows.split(size))
+
+
+def test_orders() -> None:
+    rows = torch.randn(8, 3, 5)
+    other = torch.randn(8, 3, 5)
+    pairs = [torch.cat(pair) for pair in zip(cut(rows), cut(other), strict=True)]
+    assert order_of(rows, cut(rows), 2) == (1, 0, 0)
+    assert order_of(torch.cat([rows, other]), pairs, 2) == (2, 1, 0)
+    assert order_of(torch.cat([rows, other]) + 1e-5, pairs, 2) == (2, 1, 0)  # rounding
+    assert order_of(torch.cat(pairs), pairs, 2) == (2, 0, 0)
+    assert order_of(rows.flip(0), cut(rows), 2) == (1, 0, 1)
+    assert order_of(rows, [*cut(rows)[:3], rows[6:7]], 2) == (1, 0, 1)
+    assert order_of(other, cut(rows), 2) == (
+        1,
+        0,
+        0,
+    )  # such as those of statistics of the batch: the proof looks at them
+    # Samples along the second dimension.
+    assert order_of(torch.cat([rows, other]).movedim(0, 1), [pair.movedim(0, 1) for pair in pairs], 2) == (2, 1, 0)
+
+
+def test_gradients_of_views_go_back_to_their_microbatches() -> None:
+    parts = [(torch.arange(4.0 * n, 4.0 * n + 4)[:, None].requires_grad_(),) for n in range(2)]
+    joined = JoinedOutputs(parts, order=RowOrder(2, in_views=True), part_size=2)
+    rows = joined.in_place_of(torch.empty(8, 1), "layer")
+    assert rows.flatten().tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    (rows.flatten() * torch.arange(8.0)).sum().backward()
+    gradients = [each for part in joined.gradients() for each in part if each is not None]
+    assert [each.flatten().tolist() for each in gradients] == [[0, 1, 4, 5], [2, 3, 6, 7]]
