@@ -20,6 +20,7 @@ from lightning_parallel.checkpoint.full_state import (
     whole_optimizer_state,
     whole_state_dict,
 )
+from lightning_parallel.checkpoint.outline import outline_of
 from lightning_parallel.checkpoint.whole_file import bytes_of_state
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.memory import host_memory
@@ -143,7 +144,8 @@ class WholeCheckpointsStrategy(PlannedStrategy):
         self._writes_parts = self._chooses_parts()
         if self._writes_parts:
             return self.module.state_dict()
-        return whole_state_dict(self.module, keep=self.is_global_zero)
+        whole = whole_state_dict(self.module, keep=self.is_global_zero)
+        return whole if self.is_global_zero else outline_of(self.module)
 
     def _chooses_parts(self) -> bool:
         """Whether the next checkpoint is a folder. A collective."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from lightning_parallel import CheckpointError, ConfigurationError
+from lightning_parallel import CheckpointError, ConfigurationError, full_state_dict
 from lightning_parallel.checkpoint.folder_writer import FolderWriter
 from lightning_parallel.checkpoint.sharded_folder import open_folder
 from tests.data import loader
@@ -252,13 +252,50 @@ def test_hooks_may_give_tensors_other_names(name: str, ranks: Any, tmp_path: Pat
     assert all(torch.equal(ours[each], theirs[each]) for each in theirs)
 
 
-def within_fit(strategy: str, path: Path) -> None:
-    class Saves(Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            trainer.save_checkpoint(path)
+class Rewrites(DeepTied):
+    """Changes what is saved by name, as those do who leave out a frozen network, and notes what it sees."""
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        own = checkpoint["state_dict"]
+        self.saw = [(name, tuple(value.shape), value.dtype) for name, value in own.items()]
+        own["model.norm.weight"] = own["model.norm.weight"] * 2
+        del own["model.norm.bias"]
+        own["model.tokens.weight"] = own.pop("model.tokens.weight").half()
+
+
+def rewritten(strategy: str, num_ranks: int, path: Path) -> tuple[list[Any], Any, Any]:
+    """What the hook has seen, what a rank that reads the file finds, and the weights of the module."""
     L.seed_everything(3, verbose=False)
-    trainer = trainer_for(strategy, 2, max_steps=1, callbacks=[Saves()])
+    trainer, module = trainer_for(strategy, num_ranks, max_steps=1, callbacks=[Saves(path)]), Rewrites()
+    trainer.fit(module, loader(num_readers(strategy, num_ranks) if num_ranks > 1 else 1))
+    return module.saw, torch.load(path, weights_only=True)["state_dict"], full_state_dict(trainer)
+
+
+@pytest.mark.parametrize("name", ["ddp_custom", "zero1_custom", "fsdp_custom", "tp_custom", "pp_custom"])
+def test_hooks_change_entries_by_name_on_all_ranks(name: str, ranks: Any, tmp_path: Path) -> None:
+    found = ranks(2).run(rewritten, name, 2, tmp_path / "ours.ckpt", deadline=60)
+    saw, _, _ = rewritten("auto", 1, tmp_path / "one.ckpt")
+    assert found[0][0] == found[1][0] == saw
+    saved, weights = found[0][1], found[0][2]
+    assert set(saved) == set(weights) - {"model.norm.bias"}
+    assert torch.equal(saved["model.norm.weight"], weights["model.norm.weight"] * 2)
+    assert torch.equal(saved["model.tokens.weight"], weights["model.tokens.weight"].half())
+    assert all(not value.is_meta for value in saved.values())
+
+
+class Saves(Callback):
+    """Saves behind each step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def within_fit(strategy: str, path: Path) -> None:
+    L.seed_everything(3, verbose=False)
+    trainer = trainer_for(strategy, 2, max_steps=1, callbacks=[Saves(path)])
     trainer.fit(Renames(), loader(num_readers(strategy.partition(":")[0], 2)))
 
 
