@@ -9,7 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
 from torchmetrics import Metric
+
+from lightning_parallel.module.differences import first_of
 
 _Sync = Callable[..., None]
 
@@ -39,6 +43,22 @@ def metrics_synced_over(group: dist.ProcessGroup, held: Callable[[], Iterable[Me
         Metric.sync = own  # type: ignore[method-assign]
         for metric in held():
             _leave(metric, group)
+
+
+def tell_kept_states(module: nn.Module, num_readers: int) -> None:
+    """Warn of metrics that a checkpoint keeps: it has what rank 0 has counted, and all ranks go on from that.
+
+    Args:
+        module: The module.
+        num_readers: The ranks that read different samples.
+    """
+    kept = [path for path, child in module.named_modules() if isinstance(child, Metric) and _is_kept(child)]
+    if num_readers > 1 and kept:
+        rank_zero_warn(_KEPT.format(first_of(kept), num_readers))
+
+
+def _is_kept(metric: Metric) -> bool:
+    return metric.update_called and bool(set(metric.metric_state) & set(metric.state_dict()))
 
 
 def _leave(metric: Metric, group: dist.ProcessGroup) -> None:
@@ -73,3 +93,10 @@ def _over(group_of: Callable[[Metric], dist.ProcessGroup | None], own: _Sync) ->
         return own(metric, dist_sync_fn, process_group or metric.process_group or group_of(metric), *args, **kwargs)
 
     return sync
+
+
+_KEPT = (
+    "the checkpoint keeps the states of {} as the first of the {} ranks that read different samples has counted them "
+    "(persistent=True): a run that goes on from it begins on each rank with these, and what other ranks have counted "
+    "is lost. Leave persistent out, or save metric.compute() in on_save_checkpoint"
+)

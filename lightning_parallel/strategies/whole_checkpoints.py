@@ -20,14 +20,17 @@ from lightning_parallel.checkpoint.full_state import (
     whole_optimizer_state,
     whole_state_dict,
 )
+from lightning_parallel.checkpoint.kept_parts import with_whole_parts
 from lightning_parallel.checkpoint.outline import outline_of
 from lightning_parallel.checkpoint.whole_file import bytes_of_state
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.memory import host_memory
-from lightning_parallel.ranks.objects import of_all_ranks
+from lightning_parallel.ranks.mesh import build_host_group
+from lightning_parallel.ranks.objects import is_shared, of_all_ranks
 from lightning_parallel.ranks.random_streams import RandomState
 from lightning_parallel.strategies.background_saves import Job, form_of
 from lightning_parallel.strategies.checkpoint_files import local_path
+from lightning_parallel.strategies.metric_sync import tell_kept_states
 from lightning_parallel.strategies.optimizers import tell_missing_states
 from lightning_parallel.strategies.planned_strategy import PlannedStrategy
 from lightning_parallel.strategies.precision import widen
@@ -141,6 +144,9 @@ class WholeCheckpointsStrategy(PlannedStrategy):
             # A rank that saves alone (`if trainer.is_global_zero: trainer.save_checkpoint(...)`) would gather what
             # another collective of the others brings.
             self._failures.meet()
+        if (trainer := self._trainer) is not None:
+            ranks = trainer.distributed_sampler_kwargs or {}
+            tell_kept_states(self.module, ranks.get("num_replicas", 1))
         self._writes_parts = self._chooses_parts()
         if self._writes_parts:
             return self.module.state_dict()
@@ -165,6 +171,10 @@ class WholeCheckpointsStrategy(PlannedStrategy):
 
     @override
     def save_job(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> Job:
+        if is_shared():
+            others = {name: checkpoint[name] for name in checkpoint if name not in ("state_dict", "optimizer_states")}
+            group = build_host_group(self.root_device.type)
+            checkpoint = {**checkpoint, **with_whole_parts(others, group)}
         if not self._writes_parts:
             return super().save_job(checkpoint, filepath, storage_options)
         self._writes_parts = False  # a dict that a user makes has whole tensors
