@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_parallel._torch.tensors import operations
 
-_UNARY = ("abs", "neg", "reciprocal", "rsqrt", "sign", "sqrt", "zero")
-_OTHERS = ("add", "addcdiv", "addcmul", "clamp_max", "clamp_min", "copy", "div", "lerp", "mul", "pow", "sub")
+_UNARY = ("abs", "exp", "log", "neg", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sqrt", "tanh", "zero")
+_OF_TWO = ("add", "clamp_max", "clamp_min", "copy", "div", "maximum", "minimum", "mul", "pow", "sub")
+_OTHERS = (*_OF_TWO, "addcdiv", "addcmul", "lerp")
 _IN_PLACE = tuple(f"_foreach_{name}_" for name in (*_UNARY, *_OTHERS))
 _NORMS = operations("_foreach_norm")
 _OF_LISTS = _NORMS | operations(*_IN_PLACE, *(name.removesuffix("_") for name in _IN_PLACE))
@@ -49,12 +51,12 @@ def _by_kind(operation: Any, args: Any, kwargs: Any) -> Any:
     kinds = [tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in tensors]
     distinct = list(dict.fromkeys(kinds))
     if len(distinct) == 1 and distinct[0] is not None:
-        return as_torch_has_it(operation, args, kwargs)
+        return _of_one_kind(operation, [_like(each, distinct[0]) for each in args], kwargs)
     results: list[Any] = [None] * len(tensors)
     for kind in distinct:
         places = [place for place, other in enumerate(kinds) if other == kind]
-        chosen = [_chosen(each, places, len(tensors), is_plain=kind is None) for each in args]
-        found = operation(*chosen, **kwargs) if kind is None else as_torch_has_it(operation, chosen, kwargs)
+        chosen = [_like(_chosen(each, places, len(tensors)), kind) for each in args]
+        found = operation(*chosen, **kwargs) if kind is None else _of_one_kind(operation, chosen, kwargs)
         for place, result in zip(places, found or (), strict=False):
             # Norms are going to be stacked, which torch refuses for several kinds, too.
             is_norm = operation in _NORMS and isinstance(result, DTensor)
@@ -62,8 +64,37 @@ def _by_kind(operation: Any, args: Any, kwargs: Any) -> Any:
     return None if operation._schema.name.endswith("_") else results
 
 
-def _chosen(value: Any, places: Sequence[int], size: int, *, is_plain: bool) -> Any:
+def _of_one_kind(operation: Any, args: Any, kwargs: Any) -> Any:
+    """The operation on DTensors of one mesh; on one after the other, where torch has no rule for lists of them."""
+    try:
+        return as_torch_has_it(operation, args, kwargs)
+    except NotImplementedError:
+        name, size = operation._schema.name.rpartition("_foreach_")[2], len(args[0])
+        each = [[_at(value, place, size) for value in args] for place in range(size)]
+        for of_lists, of_tensors in (("maximum", "clamp_min"), ("minimum", "clamp_max")):  # which write in place, too
+            name = name.replace(of_lists, of_tensors)
+        found = [getattr(Tensor, name)(*own, **kwargs) for own in each]
+        return None if name.endswith("_") else found
+
+
+def _at(value: Any, place: int, size: int) -> Any:
+    """What an argument has for one tensor of a list."""
+    return value[place] if isinstance(value, list | tuple) and len(value) == size else value
+
+
+def _chosen(value: Any, places: Sequence[int], size: int) -> Any:
     """The part of an argument that belongs to the tensors at `places` of `size`."""
-    if isinstance(value, list | tuple) and len(value) == size:
-        return [value[place] for place in places]
-    return value.full_tensor() if is_plain and isinstance(value, DTensor) else value
+    return [value[place] for place in places] if isinstance(value, list | tuple) and len(value) == size else value
+
+
+def _like(value: Any, mesh: DeviceMesh | None) -> Any:
+    """An argument for tensors of one kind: whole plain tensors beside plain ones, else DTensors of that mesh."""
+    if isinstance(value, list | tuple):
+        return [_like(each, mesh) for each in value]
+    if isinstance(value, DTensor):
+        if value.device_mesh == mesh:
+            return value
+        value = value.full_tensor()
+    if mesh is None or not isinstance(value, Tensor) or not value.ndim:
+        return value
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -22,6 +22,7 @@ _installed: list[Any] = []
 _SEEN = "_lightning_parallel_seen"
 _LISTS = "_foreach_"
 """The beginning of the names of functions of lists of tensors."""
+_NORMS = "_foreach_norm"
 _LEFT = frozenset({"__get__", "__delete__", "backward", "grad", "equal", "detach", "requires_grad_"})
 """Functions that compute nothing with values, or that need the very tensors they are given, as do those whose names
 begin with an underscore."""
@@ -162,6 +163,21 @@ def _is_internal(own: FrameType | None) -> bool:
     return frame is not None and name.startswith(_KNOWING)
 
 
+def _clips() -> bool:
+    """Whether ``clip_grad_norm_``, which makes one of them, has asked for norms."""
+    frame = inspect.currentframe()
+    names = (str(frame.f_globals.get("__name__", "")) for frame in _callers(frame))
+    return next((name for name in names if not name.startswith(("lightning_parallel.", "torch._"))), "").startswith(
+        "torch.nn.utils"
+    )
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def _moves(own: FrameType | None) -> bool:
     """Whether ``module.to(...)``, which looks at each gradient, has called a function of torch, which calls `own`."""
     return own is not None and own.f_back is not None and own.f_back.f_code is nn.Module._apply.__code__
@@ -181,7 +197,8 @@ class _Call:
 
     def result(self) -> Any:
         if self._name.startswith(_LISTS):
-            return _plainly(self._function, self._args, self._kwargs)
+            results = _plainly(self._function, self._args, self._kwargs)
+            return [self._complete(each) for each in results] if self._name == _NORMS and not _clips() else results
         if self._sets_attribute:
             return _plainly(self._function, (self._args[0], *map(self._like_target, self._args[1:])), self._kwargs)
         if isinstance(self.target, DTensor) and (written := _written_by_view(self.target)) is not None:
@@ -254,6 +271,11 @@ class _Call:
 
     def _write(self, target: DTensor, whole: Tensor) -> None:
         _plainly(Tensor.copy_, (target, self._part(whole, target)), {})
+
+    def _complete(self, norm: Tensor) -> Tensor:
+        if isinstance(norm, DTensor) and any(each.is_partial() for each in norm.placements):
+            return self._whole(norm)
+        return norm
 
     def _whole(self, value: DTensor) -> Tensor:
         whole: Tensor = _plainly(self._whole_of, (value,), {})

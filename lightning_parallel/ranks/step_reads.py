@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -93,6 +94,7 @@ class StepReads:
     def __init__(self, meet: Callable[[DeviceMesh, Sequence[Placement], str], None]) -> None:
         self._meet = meet
         self._number = 0
+        self._is_told = False
         self._known: set[str] = set()
         self._read: set[str] = set()
 
@@ -103,6 +105,9 @@ class StepReads:
             ConfigurationError: If other ranks do not come to the same line.
         """
         self.announce(tensor.device_mesh, tensor.placements, f"{tuple(tensor.shape)} {tensor.dtype}")
+        if _steps.is_updating and tensor.ndim and not self._is_told:
+            self._is_told = True
+            rank_zero_info(_IN_UPDATES.format(line_of_user()))
         # Gradients of sums that are not complete yet are those of each summand.
         placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
         part = partial(_part_of_mean, tensor.device_mesh, placements, tensor.device)
@@ -137,3 +142,9 @@ def _part_of_mean(mesh: DeviceMesh, placements: Sequence[Placement], device: tor
             mean /= group.size()
     # Without a source rank, every rank takes its part from its own copy, without communication.
     return distribute_tensor(mean, mesh, placements, src_data_rank=None).to(device)  # offloaded parts are on the host
+
+
+_IN_UPDATES = (
+    "the optimizer computes at {} with values of parameters of which each rank has a part: ranks gather them there in "
+    "each update, one tensor at a time. zero1_custom keeps parameters whole"
+)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Muon, Optimizer, SparseAdam
 
 from lightning_parallel import _torch
@@ -21,6 +22,7 @@ from lightning_parallel.techniques.local_update import is_elementwise
 
 _BY_PARAMETER = frozenset({Adafactor, Muon, SparseAdam})
 """Optimizers of torch that compute each parameter by itself, beside those that compute each element so."""
+_Noting = Callable[[Callable[[], Any]], contextlib.AbstractContextManager[Callable[[], Any]]]
 _AROUND = ("lightning_parallel.", "lightning.")
 """Beginnings of names of modules that act around an update: what they call, such as clipping, is not part of it."""
 UNDER_ZERO = (
@@ -49,16 +51,16 @@ class JointUpdates:
         return type(self), ()
 
     @contextlib.contextmanager
-    def watched(
-        self, optimizer: Optimizer, closure: Callable[[], Any], refusal: str, *, is_split: bool = False
-    ) -> Iterator[Callable[[], Any]]:
+    def watched(self, optimizer: Optimizer, closure: Callable[[], Any], refusal: str) -> Iterator[Callable[[], Any]]:
         """Inside this context, an update of `optimizer` is refused that takes several parameters together.
+
+        Where a rank has parts of parameters, what torch cannot compute with parts is computed with whole values, as in
+        steps and hooks.
 
         Args:
             optimizer: The user's.
             closure: What it calls for gradients, which may mix parameters as it likes.
             refusal: `UNDER_ZERO` or `UNDER_PIPELINE`; "" where each rank updates all parameters.
-            is_split: Whether only some parameters are split: such an update computes with whole values, as steps do.
 
         Returns:
             `closure`, outside of the look.
@@ -67,12 +69,13 @@ class JointUpdates:
             ConfigurationError: In the middle of the update, before such an operation.
         """
         is_known = is_elementwise(optimizer) or type(optimizer) in _BY_PARAMETER
-        if is_split and not refusal and not is_known:
-            with update_noted(closure) as closure:
-                yield closure
-            return
-        if not refusal or optimizer in self._known or is_known:
+        if is_known:
             yield closure
+            return
+        noted: _Noting = update_noted if _has_parts(optimizer) else contextlib.nullcontext
+        if not refusal or optimizer in self._known:
+            with noted(closure) as closure:
+                yield closure
             return
         name = type(optimizer).__name__
 
@@ -97,8 +100,13 @@ class JointUpdates:
                     look()
 
             look()
-            yield outside
+            with noted(outside) as outside_of_both:
+                yield outside_of_both
         self._known.add(optimizer)
+
+
+def _has_parts(optimizer: Optimizer) -> bool:
+    return any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _is_of_optimizer() -> bool:

@@ -53,11 +53,6 @@ class MeshedStrategy(LockStepStrategy):
         return UNDER_PIPELINE if self.cuts_stack else ""
 
     @property
-    @override
-    def splits_layers(self) -> bool:  # type: ignore[override]
-        return self.degrees.tensor != 1
-
-    @property
     def mesh(self) -> Mesh:
         """The ranks by purpose; exists once `fit`, `validate`, `test` or `predict` has begun."""
         if self._mesh is None:

@@ -198,8 +198,7 @@ class PlannedStrategy(PositionedStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         before_update = (self.steps.before_update, self.first_step.before_update)
         closure = closure_of_update(self, optimizer, closure, before_update=before_update)
-        refusal, is_split = self.joint_refusal, self.splits_layers
-        with self._joint_updates.watched(optimizer, closure, refusal, is_split=is_split) as watched:
+        with self._joint_updates.watched(optimizer, closure, self.joint_refusal) as watched:
             result = super().optimizer_step(optimizer, watched, model, **kwargs)
         self.steps.after_update(optimizer)
         return result

@@ -27,9 +27,6 @@ class RefusingStrategy(ParallelStrategy):
     joint_refusal = ""
     """The message about optimizers that compute with several parameters together, where a rank updates only some."""
 
-    splits_layers = False
-    """Whether tensor parallelism splits some parameters, and others not."""
-
     @property
     def module(self) -> LightningModule:
         """The user's module; exists once there is one."""

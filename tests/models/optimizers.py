@@ -48,3 +48,47 @@ class Thaw(BaseFinetuning):
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.model.blocks, optimizer, lr=5e-3)
+
+
+class ByNorms(torch.optim.Optimizer):
+    """Lists of tensors, means of rows, and sums in plain tensors: what torch refuses of parts of parameters."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = self.state[parameter]
+        if not state:
+            state["average"], state["most"], state["before"] = (torch.zeros_like(parameter) for _ in range(3))
+            state["rows"] = torch.zeros(parameter.shape[:-1])
+            state["total"] = torch.zeros(())
+        return state  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            states = [self._state_of(p) for p in parameters]
+            gradients = [p.grad for p in parameters]
+            norms = torch._foreach_norm(gradients)
+            torch._foreach_div_(norms, [p.numel() ** 0.5 for p in parameters])
+            scaled = torch._foreach_div(gradients, [norm.clamp_min(1e-3) for norm in norms])
+            averages = [state["average"] for state in states]
+            torch._foreach_lerp_(averages, scaled, 0.5)
+            torch._foreach_maximum_([state["most"] for state in states], torch._foreach_abs(averages))
+            torch._foreach_maximum_([state["most"] for state in states], 1e-4)
+            torch._foreach_copy_([state["before"] for state in states], scaled)
+            for parameter, state in zip(parameters, states, strict=True):
+                squares = state["before"].square().mean(-1)
+                state["rows"].lerp_(squares.sqrt_(), 0.5)
+                state["total"].add_(squares.sum())
+                step = state["average"] / (state["most"] + state["rows"].unsqueeze(-1).add(0.5) + state["total"])
+                parameter.add_(step, alpha=-group["lr"])
+        return loss
+
+
+class Normed(ByteGPT):
+    def configure_optimizers(self) -> Any:
+        return ByNorms(self.parameters(), lr=1e-2)

@@ -10,36 +10,47 @@ import pytest
 import torch
 
 from lightning_parallel import full_state_dict
+from lightning_parallel.strategies.shard_notes import add_shard_notes
 from tests.data import batches
 from tests.models.cases import ByteGPT
-from tests.models.optimizers import Preconditioned, Thaw
+from tests.models.optimizers import Normed, Preconditioned, Thaw
 from tests.names import num_readers
 from tests.parity import TOLERANCE, Outcome, Recorder, difference, once, train_module, trainer_for, worst
 
-
-def preconditioned(strategy: str, num_ranks: int) -> Outcome:
-    return train_module(Preconditioned, batches("byte_gpt", num_readers(strategy, num_ranks)), strategy, num_ranks)
-
-
-@pytest.mark.parametrize("name", ["ddp_custom", "zero1_custom", "tp_custom", "pp_custom"])
-def test_whole_matrices(ranks: Any, name: str) -> None:
-    assert worst(ranks(2).run(preconditioned, name, 2)[0], once(preconditioned, "auto", 1)) < TOLERANCE
+SHARDED = ["fsdp_custom", "zero2_custom", "cp_custom"]
+WHOLE = ["ddp_custom", "zero1_custom", "tp_custom", "pp_custom"]
 
 
-def notes(strategy: str) -> str:
-    """What is said of an error, on this rank."""
-    with pytest.raises((RuntimeError, TypeError)) as caught:
-        preconditioned(strategy, 2)
-    return "\n".join(getattr(caught.value, "__notes__", ()))
+def written(make: Any, strategy: str, num_ranks: int, **kwargs: Any) -> Outcome:
+    return train_module(make, batches("byte_gpt", num_readers(strategy, num_ranks)), strategy, num_ranks, **kwargs)
 
 
-@pytest.mark.parametrize("name", ["fsdp_custom", "cp_custom"])
-def test_an_optimizer_that_meets_shards_is_told_so(ranks: Any, name: str) -> None:
-    for said in ranks(2).run(notes, name):
-        assert "OneSided at " in said
-        assert "optimizers.py:" in said
-        assert "Use zero1_custom" in said
-        assert "gradient_clip_val" not in said  # it is no loss that reads them
+@pytest.mark.parametrize("name", [*WHOLE, *SHARDED])
+@pytest.mark.parametrize("make", [Preconditioned, Normed])
+def test_what_torch_cannot_compute_with_parts_is_computed_with_whole_values(make: Any, name: str, ranks: Any) -> None:
+    assert worst(ranks(2).run(written, make, name, 2)[0], once(written, make, "auto", 1)) < TOLERANCE
+
+
+def note_of(words: str) -> str:
+    """What is said of an error of torch's in an update, such as one in a compiled function."""
+
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise RuntimeError(words)
+
+    with pytest.raises(RuntimeError) as caught:
+        Fails([torch.nn.Parameter(torch.ones(1))], lr=1.0).step()
+    add_shard_notes(caught.value)
+    return "".join(getattr(caught.value, "__notes__", ()))
+
+
+def test_errors_of_optimizers_that_meet_shards_have_a_note() -> None:
+    said = note_of("aten.mm.default: got mixed torch.Tensor and DTensor")
+    assert "Fails at " in said
+    assert "test_written_optimizers.py:" in said
+    assert "Use zero1_custom" in said
+    assert "gradient_clip_val" not in said  # it is no loss that reads them
+    assert not note_of("out of memory")
 
 
 def factored(strategy: str, num_ranks: int, file: str, resumed: str = "") -> Outcome:
