@@ -35,6 +35,7 @@ class Reader:
             placements of a part and its form in words: it raises if other ranks do not come.
         is_asked: Whether a hook or a script runs an operation just now, and no step.
         announce: Called in place of `meet` before such an operation of a step, which may have run in the step before.
+        draws_whole: Whether code draws just now whose numbers for a part are those of a whole tensor, on all ranks.
     """
 
     whole: Callable[[DTensor, str], Tensor]
@@ -42,6 +43,7 @@ class Reader:
     meet: Callable[[DeviceMesh, Sequence[Placement], str], None]
     is_asked: Callable[[], bool]
     announce: Callable[[DeviceMesh, Sequence[Placement], str], None]
+    draws_whole: Callable[[], bool]
 
 
 _running: list[Reader] = []

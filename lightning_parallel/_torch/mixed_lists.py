@@ -16,6 +16,8 @@ _UNARY = ("abs", "exp", "log", "neg", "reciprocal", "round", "rsqrt", "sigmoid",
 _OF_TWO = ("add", "clamp_max", "clamp_min", "copy", "div", "maximum", "minimum", "mul", "pow", "sub")
 _OTHERS = (*_OF_TWO, "addcdiv", "addcmul", "lerp")
 _IN_PLACE = tuple(f"_foreach_{name}_" for name in (*_UNARY, *_OTHERS))
+_OF_TENSORS = {"maximum": "clamp_min", "maximum_": "clamp_min_", "minimum": "clamp_max", "minimum_": "clamp_max_"}
+"""Operations on lists that take numbers, too -> those on a tensor that do."""
 _NORMS = operations("_foreach_norm")
 _OF_LISTS = _NORMS | operations(*_IN_PLACE, *(name.removesuffix("_") for name in _IN_PLACE))
 
@@ -69,12 +71,16 @@ def _of_one_kind(operation: Any, args: Any, kwargs: Any) -> Any:
     try:
         return as_torch_has_it(operation, args, kwargs)
     except NotImplementedError:
-        name, size = operation._schema.name.rpartition("_foreach_")[2], len(args[0])
-        each = [[_at(value, place, size) for value in args] for place in range(size)]
-        for of_lists, of_tensors in (("maximum", "clamp_min"), ("minimum", "clamp_max")):  # which write in place, too
-            name = name.replace(of_lists, of_tensors)
-        found = [getattr(Tensor, name)(*own, **kwargs) for own in each]
+        name = operation._schema.name.rpartition("_foreach_")[2]
+        found = [_of_one(name, args, kwargs, place) for place in range(len(args[0]))]
         return None if name.endswith("_") else found
+
+
+def _of_one(name: str, args: Any, kwargs: Any, place: int) -> Any:
+    own = [_at(value, place, len(args[0])) for value in args]
+    if name.startswith("addc") and len(own) == 4:  # of one tensor, the factor is given by name
+        return getattr(Tensor, name)(*own[:3], value=own[3])
+    return getattr(Tensor, _OF_TENSORS.get(name, name))(*own, **kwargs)
 
 
 def _at(value: Any, place: int, size: int) -> Any:

@@ -124,7 +124,7 @@ def _drawn(part: Callable[..., Tensor], operation: Any, args: Any, kwargs: Any) 
     """
     tensor: DTensor = args[0]
     reader = reader_of(tensor)
-    if reader is None or is_whole(tensor) or tensor.device.type != "cpu" or not reader.is_asked():
+    if reader is None or is_whole(tensor) or tensor.device.type != "cpu" or not reader.draws_whole():
         return as_torch_has_it(operation, args, kwargs)
     name = operation.overloadpacket.__name__
     others = tree_map_only(DTensor, lambda value: reader.whole(value, name), args[1:])

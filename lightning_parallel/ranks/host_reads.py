@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError, asking, line_of_user
 from lightning_parallel.ranks.dtensors import whole_on_host
-from lightning_parallel.ranks.step_reads import is_in_step
+from lightning_parallel.ranks.step_reads import is_in_step, is_updating
 
 INSTEAD = (
     "called on all ranks, full_state_dict(trainer) gives rank 0 the whole weights, trainer.save_checkpoint(path) saves "
@@ -86,6 +86,11 @@ class HostReads:
         """Whether a hook or a script runs an operation on DTensors just now, and no step."""
         names = (_torch.part_operations.__name__, _torch.whole_operands.__name__, _torch.host_reads.__name__)
         return asking(__name__, *names) != ""
+
+    @staticmethod
+    def draws_whole() -> bool:
+        """Whether a hook, a script or an optimizer of the user's computes with DTensors just now, and no step."""
+        return is_updating() or HostReads.is_asked()
 
     @staticmethod
     def user_code_runs() -> bool:

@@ -74,6 +74,11 @@ def is_in_step() -> bool:
     return _steps.depth > 0 or _steps.is_updating
 
 
+def is_updating() -> bool:
+    """Whether the code of an optimizer of the user's runs."""
+    return _steps.is_updating
+
+
 class StepReads:
     """Makes sharded and split parameters whole where user code computes with them outside of their layers.
 

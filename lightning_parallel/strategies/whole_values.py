@@ -51,7 +51,9 @@ def whole_values(
     mark = broadcast_object(str(time.time_ns()), 0, mesh.host_group) if dist.get_world_size() > 1 else ""
     reads = HostReads(f"lightning_parallel/{mark}")
     in_steps = StepReads(reads.meet)
-    reader = _torch.host_reads.Reader(reads.whole, reads.refuse, reads.meet, reads.is_asked, in_steps.announce)
+    reader = _torch.host_reads.Reader(
+        reads.whole, reads.refuse, reads.meet, reads.is_asked, in_steps.announce, reads.draws_whole
+    )
     _torch.part_operations.ask_readers(sharded_like)
     is_cut = any(isinstance(parameter, Placeholder) for parameter in module.parameters())
     with (

@@ -79,6 +79,9 @@ class ByNorms(torch.optim.Optimizer):
             torch._foreach_lerp_(averages, scaled, 0.5)
             torch._foreach_maximum_([state["most"] for state in states], torch._foreach_abs(averages))
             torch._foreach_maximum_([state["most"] for state in states], 1e-4)
+            torch._foreach_addcmul_([state["most"] for state in states], scaled, scaled, 1e-2)
+            larger = torch._foreach_add([state["most"] for state in states], 1.0)
+            torch._foreach_copy_(averages, torch._foreach_addcdiv(averages, scaled, larger, 1e-2))
             torch._foreach_copy_([state["before"] for state in states], scaled)
             for parameter, state in zip(parameters, states, strict=True):
                 squares = state["before"].square().mean(-1)
@@ -92,3 +95,34 @@ class ByNorms(torch.optim.Optimizer):
 class Normed(ByteGPT):
     def configure_optimizers(self) -> Any:
         return ByNorms(self.parameters(), lr=1e-2)
+
+
+class Draws(torch.optim.SGD):
+    """Begins with a drawn velocity, as Gravity does (Bahrami and Zadeh 2021), and adds drawn noise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["velocity"] = torch.empty_like(parameter).normal_(std=0.1)
+                state["velocity"].mul_(0.9).add_(parameter.grad).add_(torch.randn_like(parameter), alpha=1e-2)
+                parameter.add_(state["velocity"], alpha=-group["lr"])
+        return loss
+
+
+class Noisy(ByteGPT):
+    def configure_optimizers(self) -> Any:
+        return Draws(self.parameters(), lr=1e-2)
+
+
+class NoisyAndDropped(Noisy):
+    """Ranks that read different samples drop different ones, and draw alike for the update."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.nn.functional.dropout(super().training_step(batch, batch_idx).expand(100), 0.1).mean()

@@ -13,22 +13,34 @@ from lightning_parallel import full_state_dict
 from lightning_parallel.strategies.shard_notes import add_shard_notes
 from tests.data import batches
 from tests.models.cases import ByteGPT
-from tests.models.optimizers import Normed, Preconditioned, Thaw
+from tests.models.optimizers import Noisy, NoisyAndDropped, Normed, Preconditioned, Thaw
 from tests.names import num_readers
-from tests.parity import TOLERANCE, Outcome, Recorder, difference, once, train_module, trainer_for, worst
+from tests.parity import TOLERANCE, Outcome, Recorder, checked, difference, once, train_module, trainer_for, worst
 
 SHARDED = ["fsdp_custom", "zero2_custom", "cp_custom"]
 WHOLE = ["ddp_custom", "zero1_custom", "tp_custom", "pp_custom"]
 
 
 def written(make: Any, strategy: str, num_ranks: int, **kwargs: Any) -> Outcome:
-    return train_module(make, batches("byte_gpt", num_readers(strategy, num_ranks)), strategy, num_ranks, **kwargs)
+    return train_module(
+        make, batches("byte_gpt", num_readers(strategy.partition(":")[0], num_ranks)), strategy, num_ranks, **kwargs
+    )
 
 
 @pytest.mark.parametrize("name", [*WHOLE, *SHARDED])
 @pytest.mark.parametrize("make", [Preconditioned, Normed])
 def test_what_torch_cannot_compute_with_parts_is_computed_with_whole_values(make: Any, name: str, ranks: Any) -> None:
     assert worst(ranks(2).run(written, make, name, 2)[0], once(written, make, "auto", 1)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["ddp_custom", *SHARDED, "tp_custom"])
+def test_an_optimizer_draws_for_whole_parameters(name: str, ranks: Any) -> None:
+    assert worst(ranks(2).run(written, Noisy, name, 2)[0], once(written, Noisy, "auto", 1)) < TOLERANCE
+
+
+def test_replicas_draw_alike_behind_dropout(ranks: Any) -> None:
+    found = ranks(4).run(written, NoisyAndDropped, checked("hsdp_custom"), 4, deadline=60)
+    assert found[0].final  # else, the ranks would have ended with what differs
 
 
 def note_of(words: str) -> str:
