@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torchmetrics import Metric
 
@@ -17,6 +17,7 @@ from lightning_parallel.module.differences import first_of
 
 _Sync = Callable[..., None]
 
+_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _left: dict[int, tuple[weakref.ref[Metric], int, dist.ProcessGroup]] = {}
 """By its id, each metric of a run that has ended, with its number of updates then, and the ranks to sync it over."""
 
@@ -46,15 +47,16 @@ def metrics_synced_over(group: dist.ProcessGroup, held: Callable[[], Iterable[Me
 
 
 def tell_kept_states(module: nn.Module, num_readers: int) -> None:
-    """Warn of metrics that a checkpoint keeps: it has what rank 0 has counted, and all ranks go on from that.
+    """Say once which metrics a checkpoint keeps: it has what rank 0 has counted, and all ranks go on from that.
 
     Args:
         module: The module.
         num_readers: The ranks that read different samples.
     """
     kept = [path for path, child in module.named_modules() if isinstance(child, Metric) and _is_kept(child)]
-    if num_readers > 1 and kept:
-        rank_zero_warn(_KEPT.format(first_of(kept), num_readers))
+    if num_readers > 1 and kept and module not in _told:
+        _told.add(module)
+        rank_zero_info(_KEPT.format(first_of(kept), num_readers))
 
 
 def _is_kept(metric: Metric) -> bool:

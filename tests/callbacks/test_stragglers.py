@@ -100,7 +100,7 @@ def streamed_phases(strategy: str) -> list[str]:
 
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:
-            return iter([(torch.zeros(LENGTH, dtype=torch.long),)] * 16)
+            return iter([(torch.full((LENGTH,), dist.get_rank()),)] * 16)
 
     seen: list[str] = []
 

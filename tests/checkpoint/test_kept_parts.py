@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torchmetrics import SumMetric
 from lightning_parallel import CheckpointError, ConfigurationError
 from lightning_parallel.checkpoint.sharded_folder import open_folder
 from tests.data import loader
+from tests.jobs.first_steps import said
 from tests.models.pipelined import DeepTied
 from tests.names import num_readers
 from tests.parity import TOLERANCE, trainer_for
@@ -144,16 +144,15 @@ def test_what_one_rank_keeps_is_refused(ranks: Any, tmp_path: Path) -> None:
         assert "would copy this rank's part of a tensor" in words
 
 
-def warned(make: Any, strategy: str, path: Path, readers: int) -> list[str]:
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+def told(make: Any, strategy: str, path: Path, readers: int) -> list[str]:
+    with said("the checkpoint keeps the states of") as lines:
         saved(make, strategy, 2, path, readers)
-    return [str(each.message) for each in told if "keeps the states of" in str(each.message)]
+    return lines
 
 
 def test_metrics_that_are_saved_as_one_rank_has_them(ranks: Any, tmp_path: Path) -> None:
     path = tmp_path / "pp.ckpt"
-    (words,) = ranks(2).run(warned, Counts, "fsdp_custom", path, 2, deadline=60)[0]
+    (words,) = ranks(2).run(told, Counts, "fsdp_custom", path, 2, deadline=60)[0]
     assert "the states of count as the first of the 2 ranks" in words
-    assert not ranks(2).run(warned, CountsAnew, "fsdp_custom", path, 2, deadline=60)[0]
-    assert not ranks(2).run(warned, Counts, "tp_custom", path, 1, deadline=60)[0]  # both have counted all samples
+    assert not ranks(2).run(told, CountsAnew, "fsdp_custom", path, 2, deadline=60)[0]
+    assert not ranks(2).run(told, Counts, "tp_custom", path, 1, deadline=60)[0]  # both have counted all samples
