@@ -48,6 +48,17 @@ def intercept_gathered(optimizer: Any, change: Callable[[Sequence[list[Any]]], N
     return functools.partial(vars(optimizer).pop, "_init_group", None)
 
 
+def is_initialized(optimizer: object) -> bool:
+    """Whether the optimizer has what `Optimizer.__init__` gives one: wrappers of another one may go without it.
+
+    `Optimizer._optimizer_state_dict_pre_hooks`, since 2.1; there is no public name.
+
+    Args:
+        optimizer: The user's.
+    """
+    return hasattr(optimizer, "_optimizer_state_dict_pre_hooks")
+
+
 def register_first_post_hook(optimizer: Optimizer, hook: Callable[[], None]) -> RemovableHandle:
     """Call `hook` after each step of `optimizer`, before all hooks that are called then.
 

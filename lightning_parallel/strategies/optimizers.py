@@ -13,7 +13,7 @@ from lightning_parallel.checkpoint.full_state import make_optimizer_sharded
 from lightning_parallel.errors import check
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.techniques.local_update import is_elementwise
-from lightning_parallel.techniques.optimizer_sharding import shards_itself
+from lightning_parallel.techniques.optimizer_sharding import shards_itself, wrapper_violations
 
 _UNSHARDABLE: dict[type[Optimizer], str] = {
     LBFGS: "LBFGS keeps one history of all parameters together, which cannot be sharded; use ddp_custom",
@@ -44,7 +44,8 @@ def adopt_optimizers(
         found = [
             _UNSHARDABLE[type(o)] for o in optimizers if type(o) in _UNSHARDABLE and (are_shards or not _is_alone(o))
         ]
-        check([*found, *(_SHARDS_ITSELF for optimizer in optimizers if shards_itself(optimizer))])
+        found += (_SHARDS_ITSELF for optimizer in optimizers if shards_itself(optimizer))
+        check([*found, *(words for optimizer in optimizers for words in wrapper_violations(optimizer))])
     for optimizer in optimizers:
         make_optimizer_sharded(optimizer, replaced or {})
     check(_strangers(optimizers, module))

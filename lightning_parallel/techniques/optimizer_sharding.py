@@ -34,7 +34,21 @@ def optimizer_violations(optimizer: Optimizer) -> list[str]:
             "ZeroRedundancyOptimizer deals parameters out to the ranks as zero1_custom does, and not to the same ones; "
             "give the optimizer of its optimizer_class, or use ddp_custom"
         ]
-    return []
+    return wrapper_violations(optimizer)
+
+
+def wrapper_violations(optimizer: Optimizer) -> list[str]:
+    """The reason why the state of `optimizer` cannot be gathered, nor loaded in parts; empty if it can.
+
+    Args:
+        optimizer: The user's.
+    """
+    if _torch.optimizers.is_initialized(optimizer):
+        return []
+    return [
+        f"{type(optimizer).__name__} is an optimizer that has not called Optimizer.__init__, as some do that wrap "
+        "another one: nobody knows which state belongs to which parameter; use ddp_custom, or give the wrapped one"
+    ]
 
 
 def shards_itself(optimizer: Optimizer) -> bool:

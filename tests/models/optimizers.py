@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -126,3 +127,21 @@ class NoisyAndDropped(Noisy):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return torch.nn.functional.dropout(super().training_step(batch, batch_idx).expand(100), 0.1).mean()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another one, and is none itself (Zhang et al. 2019)."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        self.state = optimizer.state
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class Wrapped(ByteGPT):
+    def configure_optimizers(self) -> Any:
+        return Lookahead(torch.optim.SGD(self.parameters(), lr=1e-2))

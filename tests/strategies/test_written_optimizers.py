@@ -13,9 +13,10 @@ from lightning_parallel import full_state_dict
 from lightning_parallel.strategies.shard_notes import add_shard_notes
 from tests.data import batches
 from tests.models.cases import ByteGPT
-from tests.models.optimizers import Noisy, NoisyAndDropped, Normed, Preconditioned, Thaw
+from tests.models.optimizers import Noisy, NoisyAndDropped, Normed, Preconditioned, Thaw, Wrapped
 from tests.names import num_readers
 from tests.parity import TOLERANCE, Outcome, Recorder, checked, difference, once, train_module, trainer_for, worst
+from tests.rank_pool import RankError
 
 SHARDED = ["fsdp_custom", "zero2_custom", "cp_custom"]
 WHOLE = ["ddp_custom", "zero1_custom", "tp_custom", "pp_custom"]
@@ -41,6 +42,16 @@ def test_an_optimizer_draws_for_whole_parameters(name: str, ranks: Any) -> None:
 def test_replicas_draw_alike_behind_dropout(ranks: Any) -> None:
     found = ranks(4).run(written, NoisyAndDropped, checked("hsdp_custom"), 4, deadline=60)
     assert found[0].final  # else, the ranks would have ended with what differs
+
+
+@pytest.mark.parametrize("name", ["fsdp_custom", "zero1_custom", "pp_custom", "tp_custom"])
+def test_wrappers_that_are_no_optimizers_are_refused(name: str, ranks: Any) -> None:
+    with pytest.raises(RankError, match=r"Lookahead is an optimizer that has not called Optimizer.__init__"):
+        ranks(2).run(written, Wrapped, name, 2, deadline=60)
+
+
+def test_wrappers_run_where_all_is_whole(ranks: Any) -> None:
+    assert worst(ranks(2).run(written, Wrapped, "ddp_custom", 2)[0], once(written, Wrapped, "auto", 1)) < TOLERANCE
 
 
 def note_of(words: str) -> str:
