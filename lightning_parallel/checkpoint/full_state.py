@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint.copies import unshared
+from lightning_parallel.checkpoint.outline import outline_of
 from lightning_parallel.checkpoint.stored_tensors import StoredTensors
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.placeholders import is_placeholder
@@ -93,13 +94,14 @@ def take_buffers_of_stages(
         table[attribute].copy_(whole(table[attribute], owners_by_name[name]))
 
 
-def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False) -> dict[str, Any]:
+def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False, outlines: bool = False) -> dict[str, Any]:
     """The plain module's ``state_dict()`` in host memory. A collective, one tensor at a time.
 
     Args:
         module: The module, sharded or not.
         keep: Whether this rank wants the result; others get ``{}`` and hold one tensor at a time.
         copy: Whether to copy tensors that are in host memory already, so that training does not change the result.
+        outlines: Whether others get all names, with `outline_of`.
     """
     firsts, owners_by_name = first_names(module), all_stage_owners(module)
     own = module.state_dict()
@@ -114,7 +116,7 @@ def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False) -> di
         gathered = _gathered(value, keep, owners_by_name.get(name))
         if keep:
             result[name] = gathered.clone() if copy and _share_memory(gathered, value) else gathered
-    return result
+    return outline_of(own) if outlines and not keep else result
 
 
 def whole_optimizer_state(optimizer: Optimizer, *, keep: bool, is_cut: bool = True) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -90,14 +89,17 @@ class StepReads:
 
     Args:
         meet: Waits until all ranks have come, with the mesh and placements of a tensor, and its form in words.
+        tell: Takes a line for the user.
 
     Example:
-        >>> reads = StepReads(reader.meet)
+        >>> reads = StepReads(reader.meet, print)
         >>> penalty = sum(reads.whole(p).abs().sum() for p in module.parameters())
     """
 
-    def __init__(self, meet: Callable[[DeviceMesh, Sequence[Placement], str], None]) -> None:
-        self._meet = meet
+    def __init__(
+        self, meet: Callable[[DeviceMesh, Sequence[Placement], str], None], tell: Callable[[str], object]
+    ) -> None:
+        self._meet, self._tell = meet, tell
         self._number = 0
         self._is_told = False
         self._known: set[str] = set()
@@ -112,7 +114,7 @@ class StepReads:
         self.announce(tensor.device_mesh, tensor.placements, f"{tuple(tensor.shape)} {tensor.dtype}")
         if _steps.is_updating and tensor.ndim and not self._is_told:
             self._is_told = True
-            rank_zero_info(_IN_UPDATES.format(line_of_user()))
+            self._tell(_IN_UPDATES.format(line_of_user()))
         # Gradients of sums that are not complete yet are those of each summand.
         placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
         part = partial(_part_of_mean, tensor.device_mesh, placements, tensor.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,12 +26,13 @@ from lightning_parallel.ranks.random_streams import seed_generators, seed_of_par
 from lightning_parallel.ranks.stage_owners import broadcast_object
 from lightning_parallel.steps import PipelinedSteps
 from lightning_parallel.strategies.asked_gradients import noting_asked
+from lightning_parallel.strategies.cut_batch import CutBatch
 from lightning_parallel.strategies.step_logs import StepLogs
 from lightning_parallel.strategies.step_meetings import refusing_meetings
 from lightning_parallel.strategies.step_metrics import StepMetrics
 from lightning_parallel.techniques.pipeline.cut import CutStack
 from lightning_parallel.techniques.pipeline.execution import Action, Execution
-from lightning_parallel.techniques.pipeline.joined import IN_ORDER, JoinedOutputs, PartGradients, Passed, RowOrder
+from lightning_parallel.techniques.pipeline.joined import JoinedOutputs, PartGradients, Passed
 from lightning_parallel.techniques.pipeline.layer_router import StageExit, StepPart
 from lightning_parallel.techniques.pipeline.microbatches import merge_outputs, with_own_containers
 from lightning_parallel.techniques.pipeline.shape_inference import unchanged
@@ -39,31 +40,9 @@ from lightning_parallel.techniques.pipeline.stage_buffers import StageBuffers
 from lightning_parallel.techniques.pipeline.step_losses import StepLosses
 from lightning_parallel.techniques.pipeline.written_parameters import WrittenParameters
 
+_Joining = Callable[[list[Passed], CutBatch], JoinedOutputs]
 _OF_LIGHTNING = frozenset(vars(LightningModule()))
 """Attributes that Lightning keeps for itself."""
-
-
-@dataclass(frozen=True)
-class CutBatch:
-    """A batch that is cut into microbatches.
-
-    Args:
-        whole: All of it.
-        parts: The microbatches.
-        args: Further arguments of the step.
-        part_size: The samples of a microbatch.
-        seed: The seed of its random numbers.
-        joins: Whether what comes after the stack runs once, on the whole batch.
-        order: The order of the rows that the stack is given for its samples.
-    """
-
-    whole: Any
-    parts: list[Any]
-    args: tuple[Any, ...]
-    part_size: int
-    seed: int = 0
-    joins: bool = False
-    order: RowOrder = IN_ORDER
 
 
 class CutStep:
@@ -86,6 +65,10 @@ class CutStep:
         self.name, self._module, self._cut, self._steps, self._device = name, module, cut, steps, device
         self._buffers = StageBuffers(module, cut)
         self._waiting = functools.partial(_waiting, module)
+        rows: dict[int, Any] = {}
+        num_beside = functools.partial(cut.router.side_inputs.num_beside, name)
+        self.joined: _Joining = lambda passed, batch: batch.joined(passed, num_beside(), rows)
+        """Joins what the last stage has computed for each microbatch."""
         self._parameters = WrittenParameters(module, cut.host_group, self._waiting)
         self._last = cut.plan.stages.last
         self._last_rank = cut.plan.stages.rank_of(self._last)
@@ -153,16 +136,6 @@ class CutStep:
         with self._parameters.checked(), metrics.shown(is_cut=not batch.joins):
             self.execution(forward, join if batch.joins else None).run(actions)
         return self._share(outputs, logs, metrics, batch, losses, state)
-
-    def joined(self, passed: list[Passed], batch: CutBatch) -> JoinedOutputs:
-        """Join what the last stage has computed for each microbatch.
-
-        Args:
-            passed: What it has computed.
-            batch: The batch.
-        """
-        num_beside = self._cut.router.side_inputs.num_beside(self.name)
-        return JoinedOutputs(passed, num_beside, order=batch.order, part_size=batch.part_size)
 
     def run_stack(self, part: StepPart, batch: Any, args: Any) -> Passed:
         """Run the last stage on a microbatch up to the end of the stack, and leave no trace outside of the layers.

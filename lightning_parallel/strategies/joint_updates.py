@@ -69,11 +69,8 @@ class JointUpdates:
             ConfigurationError: In the middle of the update, before such an operation.
         """
         is_known = is_elementwise(optimizer) or type(optimizer) in _BY_PARAMETER
-        if is_known:
-            yield closure
-            return
-        noted: _Noting = update_noted if _has_parts(optimizer) else contextlib.nullcontext
-        if not refusal or optimizer in self._known:
+        noted: _Noting = contextlib.nullcontext if is_known or not _has_parts(optimizer) else update_noted
+        if is_known or not refusal or optimizer in self._known:
             with noted(closure) as closure:
                 yield closure
             return

@@ -27,8 +27,10 @@ from lightning_parallel.module.differences import first_of, value_difference
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.ranks.random_streams import unchanged_generators
 from lightning_parallel.steps import PipelinedSteps
-from lightning_parallel.strategies.cut_step import CutBatch, CutStep, foreign_violations
+from lightning_parallel.strategies.cut_batch import CutBatch
+from lightning_parallel.strategies.cut_step import CutStep, foreign_violations
 from lightning_parallel.strategies.loss_points import Tried, moved, tolerance_of
+from lightning_parallel.strategies.sample_order import SampleOrders
 from lightning_parallel.strategies.step_logs import StepLogs
 from lightning_parallel.strategies.step_metrics import StepMetrics
 from lightning_parallel.techniques.pipeline.cut import CutStack
@@ -94,6 +96,7 @@ class LossChoice:
         self._is_final: set[str] = set()
         self.disordered: dict[str, str] = {}
         """Name of a step that no schedule fits -> why."""
+        self.orders = SampleOrders(module, cut, all_ranks, device, steps, self.disordered)
         self._ignored = {IGNORED}
         self._num_steps = 0
 

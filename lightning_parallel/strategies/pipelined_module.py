@@ -19,9 +19,9 @@ from lightning_parallel.parallelize import Parallelized
 from lightning_parallel.ranks.lock_step import said_by_all
 from lightning_parallel.ranks.random_streams import seed_of_part, unchanged_generators
 from lightning_parallel.steps import PipelinedSteps
-from lightning_parallel.strategies.cut_step import CutBatch, CutStep
+from lightning_parallel.strategies.cut_batch import CutBatch
+from lightning_parallel.strategies.cut_step import CutStep
 from lightning_parallel.strategies.loss_choice import LossChoice
-from lightning_parallel.strategies.sample_order import SampleOrders
 from lightning_parallel.strategies.step_logs import StepLogs, logs_of_trace
 from lightning_parallel.techniques.gathering import gather_while_running
 from lightning_parallel.techniques.pipeline.call_order import called_layers
@@ -104,9 +104,7 @@ class PipelinedModule:
         self._cut_steps: dict[str, CutStep] = {}
 
     def _forget_batches(self) -> None:
-        held = self._module, self._cut, self._all_ranks, self._device, self._steps
-        self._choice = LossChoice(*held)
-        self._orders = SampleOrders(*held, self._choice.disordered)
+        self._choice = LossChoice(self._module, self._cut, self._all_ranks, self._device, self._steps)
         self._counts = MicrobatchCounts(self._cut.plan.policy, self._cut.plan.stages.num_ranks, self._same_stage)
 
     def attach(self, names: Sequence[str], looked_at: set[str] | None = None) -> None:
@@ -144,7 +142,7 @@ class PipelinedModule:
             return self._place_again(placement)(name, batch, *args)
         if name not in self._looked_at or _ALONE.format(name) in self._looked_at:
             return self._cut_steps[name].run_alone(batch, *args)
-        cut = self._orders.noted(self._cut_steps[name], CutBatch(batch, parts, args, size // count))
+        cut = self._choice.orders.noted(self._cut_steps[name], CutBatch(batch, parts, args, size // count))
         cut = replace(cut, joins=self._joins(name, cut))
         if (disorder := self._choice.disordered.pop(name, None)) is not None:
             return self._run_out_of_order(name, disorder, batch, args)

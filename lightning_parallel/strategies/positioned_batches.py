@@ -80,6 +80,7 @@ class PositionedBatches(BatchSampler):
             for name in ("sampler", "batch_size", "drop_last"):
                 setattr(self, name, getattr(batches, name, None))
         self._start = start
+        self._epochs: dict[int, int] = {}
         self._num_marks = _MARKS + loader.num_workers * (loader.prefetch_factor or 0)
         self.started: Start | None = None
         """The place where it was begun last; ``None`` before anything was asked of it."""
@@ -107,6 +108,11 @@ class PositionedBatches(BatchSampler):
         """The sampler whose items are counted; the user's batch sampler where that makes the batches."""
         return self.batches.sampler if self.makes_batches else self.batches
 
+    def _is_told(self, sampler: Any, epoch: int) -> bool:
+        """Whether a hook has told a sampler an epoch of its own, as ``self.sampler.set_epoch(seed + epoch)`` does."""
+        is_known = isinstance(sampler, DistributedSampler)
+        return is_known and sampler.epoch not in (epoch, self._epochs.get(id(sampler), 0))
+
     def __iter__(self) -> Iterator[Any]:
         return _Pass(self._items)
 
@@ -114,8 +120,9 @@ class PositionedBatches(BatchSampler):
         """The batches of a pass, begun when the first one is asked for."""
         start = self._start(self)
         for each in (self.source, getattr(self.source, "sampler", None)):
-            if callable(set_epoch := getattr(each, "set_epoch", None)):
+            if callable(set_epoch := getattr(each, "set_epoch", None)) and not self._is_told(each, start.epoch):
                 set_epoch(start.epoch)
+                self._epochs[id(each)] = start.epoch
         own = generators_of(self.source, source_of_all_ranks(self.source, self.is_in_batches))
         reading = _Reading(start, RandomState.take(HOST), [each.get_state() for each in own])
         reading.marks = deque([(0, 0, 0)], maxlen=self._num_marks)

@@ -39,6 +39,7 @@ class SampleDealer:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._told: set[tuple[int, int]] = set()
+        self._before: list[tuple[DistributedSampler[Any], dict[str, Any]]] = []
         self._is_on = _lightning.deals_out_samples(trainer) and trainer.state.fn in _IN_ORDER
         if self._is_on:
             _lightning.set_deals_out_samples(trainer, False)
@@ -48,7 +49,8 @@ class SampleDealer:
         if not isinstance(loader, DataLoader) or has_iterable_dataset(loader):
             return loader
         if is_dealt_out(loader):
-            return self._dealt_to_readers(loader)
+            self._deal_to_readers(loader)
+            return loader
         if not self._is_on:
             return loader
         batches = loader.batch_sampler
@@ -69,27 +71,23 @@ class SampleDealer:
             self._tell_repeated("batches", number, of_rank.num_replicas, of_rank.repeated)
         return _torch.loaders.with_batches(loader, of_rank, of_rank)
 
-    def _dealt_to_readers(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """The loader whose own sampler deals out to all ranks, where some of them compute the same samples."""
-        batches, ranks = loader.batch_sampler, self._trainer.distributed_sampler_kwargs or {}
-        is_plain = type(batches) is BatchSampler
-        own = batches.sampler if is_plain else loader.sampler  # type: ignore[union-attr]
+    def _deal_to_readers(self, loader: DataLoader[Any]) -> None:
+        """Let the user's own sampler for all ranks deal out to those that read different samples, until `detach`.
+
+        In place: the user may tell the very object which epoch begins, and a batch sampler may have taken it.
+        """
+        ranks = self._trainer.distributed_sampler_kwargs or {}
         num_ranks, rank = self._trainer.world_size, self._trainer.global_rank
         num_readers = ranks.get("num_replicas", num_ranks)
-        # What the user has dealt out in another way, to the ranks of a node, say, is not to be guessed at.
-        if type(own) is not DistributedSampler or (own.num_replicas, own.rank) != (num_ranks, rank):
-            return loader
-        if num_readers == num_ranks or not (is_plain or batches is None):
-            return loader
-        of_readers: DistributedSampler[Any] = DistributedSampler(
-            own.dataset, **ranks, shuffle=own.shuffle, seed=own.seed, drop_last=own.drop_last
-        )
-        of_readers.set_epoch(own.epoch)
-        self._tell_readers(num_ranks, num_readers)
-        if not is_plain:
-            return _torch.loaders.with_samples(loader, of_readers)
-        other = BatchSampler(of_readers, batches.batch_size, batches.drop_last)  # type: ignore[union-attr]
-        return _torch.loaders.with_batches(loader, other, of_readers)
+        samplers: tuple[Any, ...] = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
+        for own in samplers if num_readers != num_ranks else ():
+            # What the user has dealt out in another way, to the ranks of a node, say, is not to be guessed at.
+            if type(own) is DistributedSampler and (own.num_replicas, own.rank) == (num_ranks, rank):
+                of_readers: DistributedSampler[Any] = DistributedSampler(own.dataset, **ranks, drop_last=own.drop_last)
+                changed = ("num_replicas", "rank", "num_samples", "total_size")
+                self._before.append((own, {name: getattr(own, name) for name in changed}))
+                vars(own).update({name: getattr(of_readers, name) for name in changed})
+                self._tell_readers(num_ranks, num_readers)
 
     def _tell_readers(self, num_ranks: int, num_readers: int) -> None:
         """Say once that the user's own sampler deals out to fewer than all ranks."""
@@ -154,7 +152,10 @@ class SampleDealer:
         return strategy.reduce_boolean_decision(bool(strategy.broadcast(value) == value))
 
     def detach(self) -> None:
-        """Give the trainer its setting back."""
+        """Give the trainer its setting back, and samplers of the user's what they had."""
+        for sampler, before in self._before:
+            vars(sampler).update(before)
+        self._before.clear()
         if self._is_on:
             _lightning.set_deals_out_samples(self._trainer, True)
         self._is_on = False

@@ -21,7 +21,6 @@ from lightning_parallel.checkpoint.full_state import (
     whole_state_dict,
 )
 from lightning_parallel.checkpoint.kept_parts import with_whole_parts
-from lightning_parallel.checkpoint.outline import outline_of
 from lightning_parallel.checkpoint.whole_file import bytes_of_state
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.memory import host_memory
@@ -150,8 +149,7 @@ class WholeCheckpointsStrategy(PlannedStrategy):
         self._writes_parts = self._chooses_parts()
         if self._writes_parts:
             return self.module.state_dict()
-        whole = whole_state_dict(self.module, keep=self.is_global_zero)
-        return whole if self.is_global_zero else outline_of(self.module)
+        return whole_state_dict(self.module, keep=self.is_global_zero, outlines=True)
 
     def _chooses_parts(self) -> bool:
         """Whether the next checkpoint is a folder. A collective."""

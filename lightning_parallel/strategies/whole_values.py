@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -50,7 +50,7 @@ def whole_values(
     """
     mark = broadcast_object(str(time.time_ns()), 0, mesh.host_group) if dist.get_world_size() > 1 else ""
     reads = HostReads(f"lightning_parallel/{mark}")
-    in_steps = StepReads(reads.meet)
+    in_steps = StepReads(reads.meet, rank_zero_info)
     reader = _torch.host_reads.Reader(
         reads.whole, reads.refuse, reads.meet, reads.is_asked, in_steps.announce, reads.draws_whole
     )

@@ -56,6 +56,27 @@ class OfFirstRank(Averages):
             checkpoint["mine"] = self.average
 
 
+class PartsOfOne(Averages):
+    """Parts on one rank, and plain tensors on the others."""
+
+    owner = 0
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        own = self.global_rank == self.owner
+        checkpoint["mine"] = {name: value if own else torch.zeros(1) for name, value in self.average.items()}
+
+
+class PartsOfAnother(PartsOfOne):
+    owner = 1
+
+
+class PartsOfShapes(Averages):
+    """Of each rank another one."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = list(self.average.values())[self.global_rank]
+
+
 class Counts(DeepTied):
     """Saves what a metric has counted."""
 
@@ -139,9 +160,16 @@ def test_in_a_product(ranks: Any, tmp_path: Path) -> None:
     assert all(torch.allclose(ours[name], value, atol=TOLERANCE) for name, value in theirs.items())
 
 
-def test_what_one_rank_keeps_is_refused(ranks: Any, tmp_path: Path) -> None:
-    for words in ranks(2).run(saved, OfFirstRank, "fsdp_custom", 2, tmp_path / "x.ckpt", 2, deadline=60):
+@pytest.mark.parametrize("make", [OfFirstRank, PartsOfOne, PartsOfShapes])
+def test_what_ranks_do_not_keep_alike_is_refused(make: Any, ranks: Any, tmp_path: Path) -> None:
+    for words in ranks(2).run(saved, make, "fsdp_custom", 2, tmp_path / "x.ckpt", 2, deadline=60):
         assert "would copy this rank's part of a tensor" in words
+
+
+def test_what_the_rank_that_writes_has_as_a_whole_is_written(ranks: Any, tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    assert ranks(2).run(saved, PartsOfAnother, "fsdp_custom", 2, path, 2, deadline=60) == ["", ""]
+    assert all(value.shape == (1,) for value in read(path)["mine"].values())
 
 
 def told(make: Any, strategy: str, path: Path, readers: int) -> list[str]:

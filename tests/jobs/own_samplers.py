@@ -36,7 +36,8 @@ class DealsOut(DeepTied):
 
     Args:
         kind: What deals out: ``"sampler"``, ``"batches"``, ``"single"`` for samples without batches, ``"class"``,
-            ``"nodes"`` for one that takes each two ranks as one, ``"stream"`` for nothing.
+            ``"nodes"`` for one that takes each two ranks as one, ``"stream"`` for nothing; ``"told"`` for a sampler
+            that shuffles, which the module tells the epoch.
         size: The samples in a batch.
     """
 
@@ -52,12 +53,17 @@ class DealsOut(DeepTied):
         if self.kind == "nodes":
             return DataLoader(data, size, sampler=DistributedSampler(data, world // 2, rank // 2, shuffle=False))
         cls: Any = Striding if self.kind == "class" else DistributedSampler
-        sampler = cls(data, world, rank, shuffle=False)
+        sampler = cls(data, world, rank, shuffle=self.kind == "told", seed=5)
+        self.sampler = sampler
         if self.kind == "batches":
             return DataLoader(data, batch_sampler=BatchSampler(sampler, size, drop_last=True))
         if self.kind == "single":
             return DataLoader(data, None, sampler=sampler)
         return DataLoader(data, size, sampler=sampler)
+
+    def on_train_epoch_start(self) -> None:
+        if self.kind == "told":
+            self.sampler.set_epoch(100 + self.current_epoch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens = batch[0] if batch[0].ndim == 2 else batch[0][None]

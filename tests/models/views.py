@@ -99,3 +99,25 @@ class Some(Rows):
 
     def rows(self, tokens: Tensor) -> Tensor:
         return tokens[tokens[:, 0] > 8]
+
+
+class LateViews(Rows):
+    """A second view from the second epoch on."""
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        return tokens if self.current_epoch == 0 else torch.cat([tokens, tokens.flip(1)])
+
+
+class LateSorted(Rows):
+    """The samples in their order at first."""
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        return tokens if self.global_step < 2 else tokens[tokens[:, 0].argsort()]
+
+
+class OfLoaders(TwoViews):
+    """Two views in the second loader alone."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:  # type: ignore[override]
+        rows = torch.cat([batch[0], batch[0].flip(1)]) if dataloader_idx else batch[0]
+        self.log(f"val_loss_{dataloader_idx}", contrast(self(rows).mean(1)), add_dataloader_idx=False)

@@ -5,13 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.data import GLOBAL_BATCH
-from tests.jobs.own_samplers import DATA, trained
-from tests.parity import TOLERANCE, difference
+from tests.jobs.own_samplers import DATA, DealsOut, trained
+from tests.parity import TOLERANCE, difference, trainer_for
 from tests.rank_pool import RankError
 
 WHOLE = [list(range(start, start + GLOBAL_BATCH)) for start in range(0, len(DATA), GLOBAL_BATCH)]
+
+
+class Predicts(DealsOut):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        self.on_train_batch_end(None, batch, batch_idx)
+        return self(batch[0])
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -35,6 +43,33 @@ def test_several_readers(name: str, ranks: Any) -> None:
     assert [sorted(a + b) for a, b in zip(*of_readers, strict=True)] == WHOLE * 2
     assert difference(found[0][0], one[0]) <= TOLERANCE
     assert "deals out its samples to 2 readers" in found[0][2][0]
+
+
+def test_the_user_tells_the_sampler_which_epoch_begins(ranks: Any) -> None:
+    one = trained("auto", 1, "told")
+    found = ranks(2).run(trained, "tp_custom", 2, "told", deadline=60)
+    assert found[0][1] == found[1][1] == one[1]
+    assert difference(found[0][0], one[0]) <= TOLERANCE
+
+
+def test_and_so_it_does_where_all_ranks_read(ranks: Any) -> None:
+    found = ranks(2).run(trained, "ddp_custom", 2, "told", deadline=60)
+    one = [sorted(batch) for batch in trained("auto", 1, "told")[1]]
+    assert [sorted(a + b) for a, b in zip(found[0][1], found[1][1], strict=True)] == one
+
+
+def predicted(name: str, num_ranks: int) -> tuple[list[int], list[int]]:
+    """The numbers of samples of a prediction, and what the sampler is given back as."""
+    sampler = DistributedSampler(DATA, num_ranks, dist.get_rank(), shuffle=False)
+    trainer = trainer_for(name, num_ranks)
+    trainer.predict(module := Predicts("sampler", 8), DataLoader(DATA, 8, sampler=sampler), return_predictions=False)
+    return [index for batch in module.read for index in batch], [sampler.num_replicas, sampler.rank, len(sampler)]
+
+
+def test_in_prediction_and_behind_it(ranks: Any) -> None:
+    for rank, (read, given_back) in enumerate(ranks(2).run(predicted, "tp_custom", 2, deadline=60)):
+        assert read == list(range(len(DATA)))
+        assert given_back == [2, rank, len(DATA) // 2]
 
 
 def test_samples_without_batches(ranks: Any) -> None:

@@ -255,27 +255,36 @@ def test_hooks_may_give_tensors_other_names(name: str, ranks: Any, tmp_path: Pat
 class Rewrites(DeepTied):
     """Changes what is saved by name, as those do who leave out a frozen network, and notes what it sees."""
 
+    num_states = 0
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_states += 1  # as often on all ranks, which may meet in it
+        return super().state_dict(*args, **kwargs)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         own = checkpoint["state_dict"]
         self.saw = [(name, tuple(value.shape), value.dtype) for name, value in own.items()]
-        own["model.norm.weight"] = own["model.norm.weight"] * 2
+        assert all(torch.isfinite(value).all() and float(value.norm()) >= 0 for value in own.values())
+        own["model.norm.weight"] = own["model.norm.weight"].cpu() * 2
         del own["model.norm.bias"]
         own["model.tokens.weight"] = own.pop("model.tokens.weight").half()
 
 
-def rewritten(strategy: str, num_ranks: int, path: Path) -> tuple[list[Any], Any, Any]:
-    """What the hook has seen, what a rank that reads the file finds, and the weights of the module."""
+def rewritten(strategy: str, num_ranks: int, path: Path) -> tuple[list[Any], Any, Any, int]:
+    """What the hook has seen, what a rank finds in the file, the weights, and how often these were asked for."""
     L.seed_everything(3, verbose=False)
     trainer, module = trainer_for(strategy, num_ranks, max_steps=1, callbacks=[Saves(path)]), Rewrites()
     trainer.fit(module, loader(num_readers(strategy, num_ranks) if num_ranks > 1 else 1))
-    return module.saw, torch.load(path, weights_only=True)["state_dict"], full_state_dict(trainer)
+    number = module.num_states
+    return module.saw, torch.load(path, weights_only=True)["state_dict"], full_state_dict(trainer), number
 
 
 @pytest.mark.parametrize("name", ["ddp_custom", "zero1_custom", "fsdp_custom", "tp_custom", "pp_custom"])
 def test_hooks_change_entries_by_name_on_all_ranks(name: str, ranks: Any, tmp_path: Path) -> None:
     found = ranks(2).run(rewritten, name, 2, tmp_path / "ours.ckpt", deadline=60)
-    saw, _, _ = rewritten("auto", 1, tmp_path / "one.ckpt")
+    saw, *_ = rewritten("auto", 1, tmp_path / "one.ckpt")
     assert found[0][0] == found[1][0] == saw
+    assert found[0][3] == found[1][3]
     saved, weights = found[0][1], found[0][2]
     assert set(saved) == set(weights) - {"model.norm.bias"}
     assert torch.equal(saved["model.norm.weight"], weights["model.norm.weight"] * 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -49,12 +50,20 @@ class JoinedOutputs:
         num_side_inputs: The number of these, and of what was kept.
         order: The order of rows.
         part_size: The samples of a microbatch.
+        seen: Keeps how many rows of each sample tensors have had.
     """
 
     def __init__(
-        self, parts: Sequence[Passed], num_side_inputs: int = 0, *, order: RowOrder | None = None, part_size: int = 1
+        self,
+        parts: Sequence[Passed],
+        num_side_inputs: int = 0,
+        *,
+        order: RowOrder | None = None,
+        part_size: int = 1,
+        seen: dict[int, Fraction] | None = None,
     ) -> None:
         self._parts, self._order, self._part_size = parts, order or IN_ORDER, part_size
+        self._seen = {} if seen is None else seen
         self._first_side_input = len(parts[0]) - num_side_inputs
         self._joined: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self.unjoined = ""
@@ -99,6 +108,13 @@ class JoinedOutputs:
                 own[number] = leaf.grad
         return [tuple(own) for own in found]
 
+    def _check_rows(self, number: int, rows: Fraction) -> None:
+        """Refuse rows of samples that had one each, or another number of views, where their order was looked at."""
+        known = self._seen.setdefault(number, rows)
+        if rows != known and (self._order.in_views or known <= 1 < rows):
+            given = f"the layers return {rows} rows for each sample, and returned {known} in a batch before"
+            raise ConfigurationError([f"{given}, so that nobody knows their order; {_ADVICE}"])
+
     def _join(self, number: int, like: Tensor) -> Tensor:
         """Join one tensor to the shape of `like`, which stays in its place if there is no dimension of samples."""
         if number not in self._joined:
@@ -108,6 +124,8 @@ class JoinedOutputs:
                 return like
             has_graph = any(piece.requires_grad for piece in pieces) and torch.is_grad_enabled()
             leaves = [piece.detach().requires_grad_(has_graph) for piece in pieces]
+            if len(leaves) > 1:
+                self._check_rows(number, Fraction(leaves[0].shape[dim], self._part_size))
             self._joined[number] = joined_rows(leaves, dim, self._order, self._part_size), leaves
         return self._joined[number][0]
 

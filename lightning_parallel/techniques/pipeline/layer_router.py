@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel import _torch
-from lightning_parallel.module.hidden_states import hidden_in
 from lightning_parallel.module.left_values import LeftValues
 from lightning_parallel.module.placeholders import placeholders_in_place
 from lightning_parallel.ranks.random_streams import drawing_from, seed_of_part
@@ -239,13 +238,10 @@ class LayerRouter:
             return self._hand_on(index, layer, forward, args, kwargs)
         if part.joined is not None:
             return self._pass_by(index, layer, forward, args, kwargs, part.joined)
-        own = self.plan.layers_of(part.stage)
+        own = range(0) if part.leaves_at_stack else self.plan.layers_of(part.stage)
         if index == own.start and part.received is not None:
             args, kwargs = self._boundary.take(index, part.received, args, kwargs)
         args, kwargs = self._substitutes.replace((args, kwargs))
-        if part.leaves_at_stack:
-            hidden = hidden_in(args, kwargs)
-            raise StageExit(() if hidden is None else (hidden,))
         if index == own.stop:
             raise StageExit(self._boundary.sent(index, args, kwargs))
         self.position = index

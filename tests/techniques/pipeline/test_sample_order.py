@@ -85,6 +85,32 @@ def test_other_numbers_of_rows_have_no_microbatches(ranks: Any) -> None:
         ranks(2).run(fitted, views.Some, "pp_custom:loss=microbatch", 2, deadline=60)
 
 
+def longer(make: Any, strategy: str, num_ranks: int) -> list[str]:
+    """Two epochs of five steps; what is said of turns."""
+    L.seed_everything(3, verbose=False)
+    with said(TURNS) as lines:
+        trainer_for(strategy, num_ranks, max_epochs=2, limit_val_batches=0).fit(make(), batches("byte_gpt", 1))
+    return lines
+
+
+@pytest.mark.parametrize("strategy", ["pp_custom", "pp_custom:loss=batch"])
+def test_orders_that_change_are_found(strategy: str, ranks: Any) -> None:
+    with pytest.raises(RankError, match=r"rows for each sample|differs from microbatch to microbatch"):
+        ranks(2).run(longer, views.LateViews, strategy, 2, deadline=60)
+    lines = ranks(2).run(longer, views.LateSorted, strategy, 2, deadline=60)[0]
+    assert any("(in batch 4, and not before)" in line for line in lines), lines
+
+
+def two_loaders(strategy: str, num_ranks: int) -> None:
+    loader = batches("byte_gpt", 1)
+    trainer_for(strategy, num_ranks, max_epochs=1).fit(views.OfLoaders(), loader, [loader, loader])
+
+
+def test_another_loader_with_other_rows_is_refused(ranks: Any) -> None:
+    with pytest.raises(RankError, match="the layers return 2 rows for each sample, and returned 1 in a batch before"):
+        ranks(2).run(two_loaders, "pp_custom", 2, deadline=60)
+
+
 def cut(rows: Tensor, size: int = 2) -> list[Tensor]:
     return list(rows.split(size))
 
@@ -93,19 +119,28 @@ def test_orders() -> None:
     rows = torch.randn(8, 3, 5)
     other = torch.randn(8, 3, 5)
     pairs = [torch.cat(pair) for pair in zip(cut(rows), cut(other), strict=True)]
-    assert order_of(rows, cut(rows), 2) == (1, 0, 0)
-    assert order_of(torch.cat([rows, other]), pairs, 2) == (2, 1, 0)
-    assert order_of(torch.cat([rows, other]) + 1e-5, pairs, 2) == (2, 1, 0)  # rounding
-    assert order_of(torch.cat(pairs), pairs, 2) == (2, 0, 0)
-    assert order_of(rows.flip(0), cut(rows), 2) == (1, 0, 1)
-    assert order_of(rows, [*cut(rows)[:3], rows[6:7]], 2) == (1, 0, 1)
-    assert order_of(other, cut(rows), 2) == (
-        1,
-        0,
-        0,
-    )  # such as those of statistics of the batch: the proof looks at them
+    assert order_of(rows, cut(rows), 2) == (1, 0, 0, 1)
+    assert order_of(torch.cat([rows, other]), pairs, 2) == (2, 1, 0, 1)
+    assert order_of(torch.cat([rows, other]) + 1e-5, pairs, 2) == (2, 1, 0, 1)  # rounding
+    assert order_of(torch.cat(pairs), pairs, 2) == (2, 0, 0, 1)
+    assert order_of(rows.flip(0), cut(rows), 2) == (1, 0, 1, 1)
+    assert order_of(rows, [*cut(rows)[:3], rows[6:7]], 2) == (1, 0, 1, 1)
+    # Such as those that statistics of the batch change: the proof of the first step looks at them.
+    assert order_of(other, cut(rows), 2) == (1, 0, 0, 1)
     # Samples along the second dimension.
-    assert order_of(torch.cat([rows, other]).movedim(0, 1), [pair.movedim(0, 1) for pair in pairs], 2) == (2, 1, 0)
+    assert order_of(torch.cat([rows, other]).movedim(0, 1), [pair.movedim(0, 1) for pair in pairs], 2) == (2, 1, 0, 1)
+
+
+def test_what_rows_have_in_common_says_nothing_of_their_order() -> None:
+    rows = 300 + torch.randn(8, 5)
+    other = rows + 0.5 * torch.linspace(-1, 1, 5)
+    pairs = [torch.cat(pair) for pair in zip(cut(rows), cut(other), strict=True)]
+    assert order_of(torch.cat([rows, other]), pairs, 2) == (2, 1, 0, 1)
+    assert order_of(rows.flip(0), cut(rows), 2) == (1, 0, 1, 1)
+    alike = torch.ones(8, 5)
+    assert order_of(alike, cut(alike), 2) == (1, 0, 0, 0)  # nothing is settled
+    some = [rows[0:1], rows[2:3]]
+    assert order_of(torch.cat(some), some, 2) == (1, 0, 0, 1)  # one row of two samples each, in order
 
 
 def test_gradients_of_views_go_back_to_their_microbatches() -> None:
