@@ -84,7 +84,7 @@ def _of_one(name: str, args: Any, kwargs: Any, place: int) -> Any:
 
 
 def _at(value: Any, place: int, size: int) -> Any:
-    """What an argument has for one tensor of a list."""
+    """The part of an argument that is for one tensor of a list."""
     return value[place] if isinstance(value, list | tuple) and len(value) == size else value
 
 

@@ -52,7 +52,7 @@ def with_whole_parts(kept: dict[str, Any], group: ProcessGroup) -> dict[str, Any
 
 @dataclass(frozen=True)
 class _Form:
-    """What a rank has of a tensor.
+    """The form of a tensor on one rank.
 
     Args:
         kind: `_SHARD`, `_ELSEWHERE` or `_WHOLE`.

@@ -153,7 +153,7 @@ def _are_close(first: Tensor, second: Tensor, dim: int) -> bool:
 
 
 _NOTHING: _Found = 1, 0, 0, 0
-"""What ranks say that have not looked."""
+"""Said by ranks that have not looked."""
 _UNKNOWABLE: _Found = 1, 0, 0, 1
 _ROUNDING = 1e-6
 """Share of the norm by which numbers differ by rounding in single precision."""
