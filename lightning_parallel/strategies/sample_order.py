@@ -63,8 +63,8 @@ class SampleOrders:
     def noted(self, step: CutStep, batch: CutBatch) -> CutBatch:
         """Return the batch with the order of the rows that the step makes of it. A collective of all ranks at times.
 
-        In training, it is looked at until it is known, and then in batches 4, 16, 64 and so on; elsewhere, where some
-        ranks may have fewer batches than others, in the first one.
+        In training, it is looked at until it is known, and then in batches 4, 16, 64 and so on; elsewhere, once: in the
+        first batch where ranks read different samples, of which some may have fewer, else in the first that can be cut.
 
         Args:
             step: The step method.
@@ -72,7 +72,8 @@ class SampleOrders:
         """
         name, is_training = step.name, step.name == "training_step"
         number = self._num_batches[name] = self._num_batches.get(name, 0) + 1
-        is_new = name not in self._orders if is_training else number == 1
+        are_together = is_training or self._all_ranks.size() == self._cut.group.size()
+        is_new = name not in self._orders if are_together else number == 1
         if (is_new or (is_training and math.log(number, 4).is_integer())) and len(batch.parts) > 1:
             order, is_disordered, is_known = self._all_looks(step, batch)
             is_other = is_known and self._orders.get(name, order) != order

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_parallel import full_state_dict
 from lightning_parallel.strategies.sample_order import order_of
@@ -109,6 +110,19 @@ def two_loaders(strategy: str, num_ranks: int) -> None:
 def test_another_loader_with_other_rows_is_refused(ranks: Any) -> None:
     with pytest.raises(RankError, match="the layers return 2 rows for each sample, and returned 1 in a batch before"):
         ranks(2).run(two_loaders, "pp_custom", 2, deadline=60)
+
+
+def validated(strategy: str, num_ranks: int) -> float:
+    """The loss of a validation whose first batch is a single sample, which cannot be cut."""
+    L.seed_everything(3, verbose=False)
+    rows = batches("byte_gpt", 1).dataset
+    loader = DataLoader(rows, batch_sampler=[[0], list(range(8))])  # type: ignore[arg-type]
+    trainer = trainer_for(strategy, num_ranks)
+    return trainer.validate(views.ThreeViews(), loader, verbose=False)[0]["val_loss"]
+
+
+def test_a_first_batch_that_cannot_be_cut(ranks: Any) -> None:
+    assert ranks(2).run(validated, "pp_custom", 2, deadline=60) == pytest.approx([validated("auto", 1)] * 2, rel=1e-4)
 
 
 def cut(rows: Tensor, size: int = 2) -> list[Tensor]:
