@@ -89,6 +89,7 @@ class SampleOrders:
         """The order, whether nobody knows it, and whether it is settled. A collective of all ranks."""
         is_first = self._cut.group.rank() == self._cut.plan.stages.rank_of(0)
         found = torch.tensor(self._look(step, batch) if is_first else _NOTHING)
+        self._steps.order.begin()  # on all ranks, which count steps alike
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._all_ranks)
         rows, in_views, is_disordered, is_known = map(int, found)
         return RowOrder(rows, bool(in_views)), bool(is_disordered), bool(is_known)
@@ -106,7 +107,6 @@ class SampleOrders:
                 return _UNKNOWABLE
             finally:
                 self._steps.free_gathered()
-                self._steps.order.begin()
 
 
 def order_of(whole: Tensor, pieces: Sequence[Tensor], part_size: int) -> _Found:
