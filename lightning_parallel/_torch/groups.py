@@ -115,22 +115,25 @@ def all_ranks_are(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def collectives_checked(check: Callable[[str, dist.ProcessGroup | None], None]) -> Iterator[None]:
-    """Inside this context, `check` is called with the name and the group of each collective before it begins.
+def collectives_checked(check: Callable[[str, dist.ProcessGroup | None, object], None]) -> Iterator[None]:
+    """Inside this context, `check` is called with name, group and operation of each collective before it begins.
 
     All functions of `torch.distributed` that communicate ask `distributed_c10d._rank_not_in_group` first, in all
     supported versions, and so do those that get or set a property of a group; there is no public hook.
 
     Args:
-        check: Is given ``None`` for the default group.
+        check: Is given ``None`` for the default group, and where the collective reduces nothing.
     """
     own = dist.distributed_c10d._rank_not_in_group
 
     def checked(group: Any) -> bool:
         frame = inspect.currentframe()
-        name = frame.f_back.f_code.co_name if frame and frame.f_back else "a collective"
+        asks = frame and frame.f_back
+        while frame and asks and asks.f_code is frame.f_code:  # of a context around this one
+            asks = asks.f_back
+        name = asks.f_code.co_name if asks else "a collective"
         if group is not dist.GroupMember.NON_GROUP_MEMBER and not name.startswith(("get_", "set_", "_set_")):
-            check(name, group)
+            check(name, group, asks and asks.f_locals.get("op"))
         return own(group)
 
     dist.distributed_c10d._rank_not_in_group = checked

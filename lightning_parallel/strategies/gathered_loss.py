@@ -218,7 +218,7 @@ class _OneProcess:
         return getattr(self._strategy, name)
 
 
-def _refuse_other_ranks(name: str, group: dist.ProcessGroup | None) -> None:
+def _refuse_other_ranks(name: str, group: dist.ProcessGroup | None, op: object) -> None:
     if group is not None and group is not dist.group.WORLD and group.size() > 1:
         raise RuntimeError(f"{name} over a group of {group.size()} ranks")
 

@@ -274,7 +274,7 @@ class LossTrial:
         # A step that goes backward by itself may ask for gradients of its inputs, too.
         return torch.set_grad_enabled(self._has_graph)
 
-    def _note_meeting(self, name: str, group: dist.ProcessGroup | None) -> None:
+    def _note_meeting(self, name: str, group: dist.ProcessGroup | None, op: object) -> None:
         self.meets = True
 
 

@@ -38,7 +38,7 @@ def refusing_meetings(
         others = set(dist.get_process_group_ranks(stages)) - {dist.get_rank()}
         return not others.isdisjoint(dist.get_process_group_ranks(group))
 
-    def check(name: str, group: ProcessGroup | None) -> None:
+    def check(name: str, group: ProcessGroup | None, op: object) -> None:
         if is_between_stages(group):
             _refuse(f"torch.distributed.{name}")
 
@@ -77,7 +77,7 @@ def meetings_refused(without: str) -> Iterator[None]:
         without: The ranks that have no batch left, in words.
     """
 
-    def check(name: str, group: ProcessGroup | None) -> None:
+    def check(name: str, group: ProcessGroup | None, op: object) -> None:
         if _is_asked_for():
             raise ConfigurationError([_WITHOUT.format(name=name, at=at(line_of_user()), without=without)])
 
@@ -87,17 +87,24 @@ def meetings_refused(without: str) -> Iterator[None]:
 
 def _is_asked_for() -> bool:
     """Whether the collective that begins is one of the user's, a metric's or a log's, and none that runs the module."""
+    name = module_that_asks()
+    return name.startswith(_ASKED) or not name.startswith(("torch.", "lightning_parallel."))
+
+
+def module_that_asks() -> str:
+    """The name of the module that calls the collective which begins, itself or through functions made for that."""
     frame = inspect.currentframe()
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if not name.startswith(_PASSING_ON):
-            return name.startswith(_ASKED) or not name.startswith(("torch.", "lightning_parallel."))
+            return name
         frame = frame.f_back
-    return False
+    return "torch."  # a thread of torch's own
 
 
 _PASSING_ON = (
     __name__,
+    "lightning_parallel.strategies.shared_sums",
     "contextlib",
     "functools",
     "lightning_parallel._",

@@ -13,6 +13,7 @@ from lightning_parallel.strategies.compared_metrics import metrics_in
 from lightning_parallel.strategies.evaluation import inference_mode_left
 from lightning_parallel.strategies.metric_sync import metrics_synced_over
 from lightning_parallel.strategies.prediction_writers import written_once
+from lightning_parallel.strategies.shared_sums import shared_sums_told
 from lightning_parallel.strategies.whole_values import whole_values
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def while_set_up(
         if mesh.shares_samples:
             stack.enter_context(metrics_synced_over(group, lambda: _metrics_of(trainer, module)))
             stack.enter_context(written_once(trainer, group, is_writing=mesh.is_first_reader))
+            stack.enter_context(shared_sums_told(group.size()))
         yield
 
 
