@@ -8,8 +8,9 @@ Lightning that begins with an underscore, or read one from an object (a test enf
 from __future__ import annotations
 
 import contextlib
+import inspect
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,15 +70,26 @@ ResultCollection = _ResultCollection
 
 
 @contextlib.contextmanager
-def gradient_norms_read() -> Iterator[None]:
-    """Inside this context, `lightning.pytorch.utilities.grad_norm` reads the norms of parameters one by one.
+def gradient_norms_read(of_all: Callable[[Mapping[str, Any]], dict[str, float]]) -> Iterator[None]:
+    """Inside this context, `lightning.pytorch.utilities.grad_norm` has the norms of all parameters, one by one.
 
-    It gives a list of them to `torch.tensor`, which reads their memory, where a DTensor has none. `torch` in its
-    module, `grads`, since 1.4, is replaced, and not the function, which users have imported.
+    It gives a list of them to `torch.tensor`, which reads their memory, where a DTensor has none, nor a parameter of
+    another stage. `torch` in its module, `grads`, since 1.4, is replaced, and not the function, which users have
+    imported; its variable `norms`, which it returns, is that of 1.4, too.
+
+    Args:
+        of_all: Takes names and norms, and returns those that there are on any rank, as numbers.
     """
 
-    def tensor(values: Sequence[Any]) -> Tensor:
-        return torch.tensor([float(value) for value in values])
+    def tensor(_: Sequence[Any]) -> Tensor:
+        caller = inspect.currentframe()
+        assert caller is not None
+        assert caller.f_back is not None
+        norms = caller.f_back.f_locals["norms"]
+        found = of_all(norms)
+        norms.clear()
+        norms.update({name: torch.tensor(norm) for name, norm in found.items()})
+        return torch.tensor(list(found.values()))
 
     grads.torch = types.SimpleNamespace(tensor=tensor)  # type: ignore[assignment]
     try:

@@ -15,7 +15,7 @@ from lightning_parallel.ranks.host_reads import at
 from lightning_parallel.strategies.step_meetings import module_that_asks
 
 _COLLECTING = ("all_reduce", "reduce", "all_gather", "gather", "all_to_all")
-"""How names of collectives begin whose results grow with the number of ranks."""
+"""Beginnings of names of collectives whose results grow with the number of ranks."""
 _GROWING = (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT)
 _TOLD = (
     "torch.distributed.{name}() {at} asks all {ranks} ranks, of which {times} at a time read the same samples: a mean "

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel import _lightning, _torch
@@ -20,6 +22,7 @@ from lightning_parallel.ranks.host_reads import HostReads, at
 from lightning_parallel.ranks.mesh import Mesh
 from lightning_parallel.ranks.stage_owners import broadcast_object
 from lightning_parallel.ranks.step_reads import StepReads
+from lightning_parallel.strategies.finetuning import thawed_ones_found
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -56,14 +59,16 @@ def whole_values(
     )
     _torch.part_operations.ask_readers(sharded_like)
     is_cut = any(isinstance(parameter, Placeholder) for parameter in module.parameters())
+    stages = mesh.pipeline_host_group
     with (
         _torch.host_reads.data_of_shards_set(),
         _torch.tensors.data_checked(_check_data) if is_cut else contextlib.nullcontext(),
+        thawed_ones_found(stages) if stages is not None else contextlib.nullcontext(),
         _torch.host_reads.reads_intercepted(module, reader, sharded_like),
         _torch.whole_operands.operands_made_whole(
             reads.user_code_runs, in_steps.whole, sharded_like, _KeptGradients().tell, tell_written
         ),
-        _lightning.gradient_norms_read(),
+        _lightning.gradient_norms_read(functools.partial(_norms_of_all, stages)),
         _logging_whole_values(trainer, module, reads),
     ):
         yield
@@ -94,6 +99,16 @@ def _logging_whole_values(trainer: Trainer, module: LightningModule, reads: Host
             holder.__dict__.pop("log", None)
             if own is not None:
                 holder.__dict__["log"] = own
+
+
+def _norms_of_all(stages: ProcessGroup | None, norms: Mapping[str, Any]) -> dict[str, float]:
+    """Norms of gradients by name, of other stages, too; without those that no stage has. A collective of all ranks."""
+    found = [{name: float(norm) for name, norm in norms.items() if not isinstance(norm, Placeholder)}]
+    if stages is not None:
+        found *= stages.size()
+        dist.all_gather_object(found, found[0], group=stages)
+    by_name = {name: norm for each in found for name, norm in each.items()}
+    return {name: by_name[name] for name in norms if name in by_name}
 
 
 class _KeptGradients:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -107,19 +108,34 @@ def test_each_stage_updates_its_parameters_by_adafactor(ranks: Any, tmp_path: Pa
     assert worst(factored("auto", 1, later, two), again) < TOLERANCE
 
 
-def thawing(strategy: str, num_ranks: int) -> Outcome:
+def thawing(strategy: str, num_ranks: int, has_twin: bool = False, readers: int = 0) -> Outcome:
+    """Thaw layers in the second epoch, of which some have the values of a parameter that is trained, or of none."""
+
     def make() -> ByteGPT:
         module = ByteGPT()
+        if has_twin:
+            module.twin = torch.nn.Parameter(module.model.blocks[1].norm1.weight.detach().clone())
         module.configure_optimizers = lambda: torch.optim.AdamW(  # type: ignore[method-assign]
             [p for p in module.parameters() if p.requires_grad], 1e-2, eps=1e-4
         )
         return module
 
-    loader = batches("byte_gpt", num_readers(strategy, num_ranks), 2)
-    return train_module(make, loader, strategy, num_ranks, watching=[Thaw()], max_epochs=3)
+    loader = batches("byte_gpt", readers or num_readers(strategy, num_ranks), 2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*already")
+        return train_module(make, loader, strategy, num_ranks, watching=[Thaw()], max_epochs=3)
 
 
-@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom", "tp_custom", "cp_custom"])
+@pytest.mark.parametrize("name", ["ddp_custom", "fsdp_custom", "tp_custom", "cp_custom", "pp_custom"])
 def test_layers_that_a_callback_thaws(ranks: Any, name: str) -> None:
     """Lightning compares each parameter with all of the optimizer's, of which some are whole and some are shards."""
     assert worst(ranks(2).run(thawing, name, 2)[0], once(thawing, "auto", 1)) < TOLERANCE
+
+
+def test_a_layer_that_equals_what_is_trained_stays_frozen_on_each_stage(ranks: Any) -> None:
+    """Lightning takes equal values for the same parameter; so do stages that hold one of the two."""
+    alone, plain = once(thawing, "auto", 1, True), once(thawing, "auto", 1)
+    assert (alone.final["model.blocks.0.norm1.weight"] == 1).all()
+    assert (plain.final["model.blocks.0.norm1.weight"] != 1).any()
+    for name, size, readers in (("pp_custom", 2, 1), ("fsdp_custom:pipeline=2,shard=2", 4, 2)):
+        assert worst(ranks(size).run(thawing, name, size, True, readers)[0], alone) < TOLERANCE
