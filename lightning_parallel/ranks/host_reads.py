@@ -6,11 +6,12 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
@@ -65,7 +66,7 @@ class HostReads:
         if _torch.host_reads.is_whole(tensor):
             return tensor.to_local().detach().cpu()
         form = f"{tuple(tensor.shape)} {tensor.dtype}"
-        self._meet(tensor.device_mesh, tensor.placements, form, read)
+        self._meet_sharing(tensor.device_mesh, tensor.placements, form, read)
         return whole_on_host(tensor)
 
     def meet(self, mesh: DeviceMesh, placements: Sequence[Placement], form: str) -> None:
@@ -79,7 +80,23 @@ class HostReads:
         Raises:
             ConfigurationError: If other ranks do not come, or cannot any more.
         """
-        self._meet(mesh, placements, form, "an operation")
+        self._meet_sharing(mesh, placements, form, "an operation")
+
+    def gather(self, read: str, own: Any, group: ProcessGroup) -> list[Any]:
+        """Gather the value of each rank of a group. A collective, once all of them have come to it.
+
+        Args:
+            read: What it is for, for the message.
+            own: This rank's value.
+            group: The ranks, for host memory.
+
+        Raises:
+            ConfigurationError: If other ranks do not come, or cannot any more.
+        """
+        self._meet(tuple(dist.get_process_group_ranks(group)), read, read)
+        found = [own] * group.size()
+        dist.all_gather_object(found, own, group=group)
+        return found
 
     @staticmethod
     def is_asked() -> bool:
@@ -97,16 +114,19 @@ class HostReads:
         """Whether a step, a hook or a script runs an operation on DTensors just now."""
         return is_in_step() or HostReads.is_asked()
 
-    def _meet(self, mesh: DeviceMesh, placements: Sequence[Placement], form: str, read: str) -> None:
+    def _meet_sharing(self, mesh: DeviceMesh, placements: Sequence[Placement], form: str, read: str) -> None:
         if mesh.device_type != "cpu":
             # What the device still computes may wait for other ranks; when it is done, they are near this line.
             torch.accelerator.synchronize()
+        self._meet(_torch.host_reads.sharing_ranks(mesh, placements), f"{form} {placements}", read)
+
+    def _meet(self, ranks: tuple[int, ...], form: str, read: str) -> None:
         if not dist.is_initialized() or self._store is None:
             raise ConfigurationError([_parted(read, at(line_of_user()))])
-        ranks, line = _torch.host_reads.sharing_ranks(mesh, placements), line_of_user()
+        line = line_of_user()
         self._counts[ranks] += 1
         # Files may lie in other folders on another machine.
-        what = f"{form} {placements} {line.rpartition('/')[2]}"
+        what = f"{form} {line.rpartition('/')[2]}"
         group = f"{self._mark}/{zlib.crc32(repr(ranks).encode())}"
         name = f"{group}/{self._counts[ranks]}/{zlib.crc32(what.encode())}"
         store = self._store

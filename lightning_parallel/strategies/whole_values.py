@@ -63,12 +63,12 @@ def whole_values(
     with (
         _torch.host_reads.data_of_shards_set(),
         _torch.tensors.data_checked(_check_data) if is_cut else contextlib.nullcontext(),
-        thawed_ones_found(stages) if stages is not None else contextlib.nullcontext(),
+        thawed_ones_found(mesh.host_group, stages, reads) if stages is not None else contextlib.nullcontext(),
         _torch.host_reads.reads_intercepted(module, reader, sharded_like),
         _torch.whole_operands.operands_made_whole(
             reads.user_code_runs, in_steps.whole, sharded_like, _KeptGradients().tell, tell_written
         ),
-        _lightning.gradient_norms_read(functools.partial(_norms_of_all, stages)),
+        _lightning.gradient_norms_read(functools.partial(_norms_of_all, stages, reads)),
         _logging_whole_values(trainer, module, reads),
     ):
         yield
@@ -101,12 +101,11 @@ def _logging_whole_values(trainer: Trainer, module: LightningModule, reads: Host
                 holder.__dict__["log"] = own
 
 
-def _norms_of_all(stages: ProcessGroup | None, norms: Mapping[str, Any]) -> dict[str, float]:
+def _norms_of_all(stages: ProcessGroup | None, reads: HostReads, norms: Mapping[str, Any]) -> dict[str, float]:
     """Norms of gradients by name, of other stages, too; without those that no stage has. A collective of all ranks."""
     found = [{name: float(norm) for name, norm in norms.items() if not isinstance(norm, Placeholder)}]
     if stages is not None:
-        found *= stages.size()
-        dist.all_gather_object(found, found[0], group=stages)
+        found = reads.gather("grad_norm", found[0], stages)
     by_name = {name: norm for each in found for name, norm in each.items()}
     return {name: by_name[name] for name in norms if name in by_name}
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -66,6 +68,16 @@ class AloneEverywhere(Habit):
             look()
         except ConfigurationError as error:
             self.words.append(str(error))
+
+
+class ReadersOfLightningAlone(AloneEverywhere):
+    """What Lightning reads of all parameters, on rank 0 alone."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:  # type: ignore[override]
+        if self.trainer.is_global_zero and not self.words:
+            self.note(lambda: grad_norm(self, norm_type=2))
+            self.note(lambda: BaseFinetuning.filter_on_optimizer(optimizer, self.parameters()))
+        self.trainer.strategy.barrier()
 
 
 class Noise(Habit):

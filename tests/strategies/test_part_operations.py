@@ -69,3 +69,15 @@ def test_what_rank_0_does_alone_is_refused_before_it_waits(ranks: Any, strategy:
     assert not others
     for each in words:
         assert re.match(r"(an operation|torch\.equal) at .*part_habits\.py:\d+ reads a tensor .* only 1 of them", each)
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("pp_custom", 2), ("fsdp_custom:pipeline=2,shard=2", 4)])
+def test_what_lightning_reads_on_rank_0_alone_is_refused_where_stages_would_wait(
+    ranks: Any, strategy: str, size: int
+) -> None:
+    norm, equal = ranks(size).run(words_in_hooks, habits.ReadersOfLightningAlone, strategy, size)[0]
+    assert re.match(
+        r"(grad_norm|an operation) at .*part_habits\.py:\d+ reads a tensor .* 2 ranks has a part, but only 1 of them",
+        norm,
+    )
+    assert re.match(rf"BaseFinetuning\.filter_on_optimizer at .* each of {size} ranks has a part", equal)
