@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel.checkpoint.full_state import take_buffers_of_stages, whole
+from lightning_parallel.checkpoint.stage_entries import take_extra_states_of_stages
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.module.hidden_states import Lengths
 from lightning_parallel.module.layer_stacks import ModuleStructure
@@ -49,6 +51,15 @@ from lightning_parallel.techniques.tensor.layers import apply_tensor
 from lightning_parallel.techniques.tensor.vocabulary import apply_vocabulary, keep_split
 
 _KEY = "_lightning_parallel"
+_ADDED = (
+    "{0} trainable parameters were added when the module was parallel already, so nobody would shard them or average "
+    "their gradients, and the ranks would drift apart: {1}. Add them in __init__, setup or configure_model"
+)
+_MOVED = (
+    "{0} trainable parameters were made of others when these were sharded or split over ranks already, as by "
+    "torch.nn.utils.prune and parametrize, and nobody would gather them for the modules that read them: {1}. Do so in "
+    "__init__, setup or configure_model, or give ddp_custom or zero1_custom"
+)
 
 
 @dataclass(frozen=True)
@@ -100,6 +111,7 @@ class Parallelized:
         module.__dict__.pop(_KEY, None)
         if self.cut is not None:
             take_buffers_of_stages(module, self.cut.owners_by_name, self.mesh.pipeline_host_group)
+            take_extra_states_of_stages(module)
         # All ranks gather the same parameters in the order of the names. The snapshots differ between ranks: each rank
         # of a pipeline has split and sharded the layers of its own stages only.
         replaced = set(self.replaced().values())
@@ -145,17 +157,16 @@ def added_violations(module: nn.Module) -> list[str]:
         module: The parallel module, before a step.
     """
     record = parallelized(module)
-    if record is None or (record.mesh.data.size() == 1 and record.cut is None):
+    if record is None:
+        return []
+    new = {n: p for n, p in module.named_parameters(remove_duplicate=False) if n not in record.names}
+    if moved := [name for name, parameter in new.items() if parameter.requires_grad and isinstance(parameter, DTensor)]:
+        return [_MOVED.format(len(moved), ", ".join(moved[:8]))]
+    if record.mesh.data.size() == 1 and record.cut is None:
         return []  # all ranks have the same samples and layers, so that their gradients are equal
     unreduced = unreduced_parameters(module, record.sharding, record.mesh.sharding)
-    added = [name for name in unreduced if name not in record.names]
-    if not added:
-        return []
-    return [
-        f"{len(added)} trainable parameters were added when the module was parallel already, so nobody would shard "
-        f"them or average their gradients, and the ranks would drift apart: {', '.join(added[:8])}. Add them in "
-        "__init__, setup or configure_model"
-    ]
+    added = [name for name in unreduced if name in new]
+    return [_ADDED.format(len(added), ", ".join(added[:8]))] if added else []
 
 
 def parallelize(

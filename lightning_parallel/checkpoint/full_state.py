@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.checkpoint.copies import unshared
 from lightning_parallel.checkpoint.outline import outline_of
+from lightning_parallel.checkpoint.stage_entries import take_entries_of_stages
 from lightning_parallel.checkpoint.stored_tensors import StoredTensors
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.placeholders import is_placeholder
@@ -105,6 +106,7 @@ def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False, outli
     """
     firsts, owners_by_name = first_names(module), all_stage_owners(module)
     own = module.state_dict()
+    take_entries_of_stages(module, own)
     result: OrderedDict[str, Any] = OrderedDict()  # `OrderedDict[str, Any]()` would save its type arguments
     if keep:
         _take_metadata(result, own)
@@ -177,7 +179,7 @@ def _read_into(targets: Mapping[str, Any], stored: StoredTensors, *, strict: boo
         strict: Whether names have to be the same.
     """
     known = [name for name in stored if name in targets]
-    fit = all(stored.shape_of(name) in (None, targets[name].shape) for name in known)
+    fit = all(stored.shape_of(name) in (None, getattr(targets[name], "shape", None)) for name in known)
     if not fit or (strict and len(known) != max(len(stored), len(targets))):
         # The module's own hooks may give tensors other names or shapes; else torch says what does not fit.
         return OrderedDict((name, stored.part_like(name, targets.get(name))) for name in stored)

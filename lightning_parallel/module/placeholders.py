@@ -81,12 +81,12 @@ class Placeholder(Tensor):
         held_by: frozenset[int] = frozenset(),
     ) -> None:
         self.meta = meta
-        self.held_by = held_by
-        self.sources = sources
+        self.sources, self.held_by = sources, held_by
         self.watch = watch
         self.stage = stage
 
     @classmethod
+    @_torch.modes.not_compiled
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run `func` on the meta device, and return its results as placeholders."""
         kwargs = dict(kwargs or {})

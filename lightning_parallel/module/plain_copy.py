@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import CellType, FunctionType
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from lightning_parallel.ranks.dtensors import local_of
 
 _VALUES = (bool, int, float, str, type(None))
 _PLAIN = (*_VALUES, *CONTAINERS)
+_WRAPPERS = 8
+"""Functions that wrap one another, of which the copy has its own."""
 
 
 class NotCopyableError(Exception):
@@ -179,12 +182,12 @@ def _rebind_functions(child: nn.Module, copies: Mapping[int, Any]) -> None:
                 dict.__setitem__(value, key, _rebound(function, copies))  # also where its own methods refuse changes
 
 
-def _rebound(function: FunctionType, copies: Mapping[int, Any]) -> FunctionType:
+def _rebound(function: FunctionType, copies: Mapping[int, Any], depth: int = 0) -> FunctionType:
     """The same function with copies in its closure and defaults; itself, if there are none."""
     cells, defaults, by_name = function.__closure__ or (), function.__defaults__ or (), function.__kwdefaults__ or {}
-    closure = tuple(_rebound_cell(cell, copies) for cell in cells)
-    own = [copies.get(id(each), each) for each in defaults]
-    own_by_name = {name: copies.get(id(each), each) for name, each in by_name.items()}
+    closure = tuple(_rebound_cell(cell, copies, depth) for cell in cells)
+    own = [_copy_of(each, copies, depth) for each in defaults]
+    own_by_name = {name: _copy_of(each, copies, depth) for name, each in by_name.items()}
     pairs = [*zip(cells, closure, strict=True), *zip(defaults, own, strict=True)]
     if all(a is b for a, b in pairs) and all(by_name[name] is own_by_name[name] for name in by_name):
         return function
@@ -194,13 +197,37 @@ def _rebound(function: FunctionType, copies: Mapping[int, Any]) -> FunctionType:
     return twin
 
 
-def _rebound_cell(cell: CellType, copies: Mapping[int, Any]) -> CellType:
+def _rebound_cell(cell: CellType, copies: Mapping[int, Any], depth: int) -> CellType:
     try:
         held = cell.cell_contents
     except ValueError:  # a variable that has no value yet
         return cell
-    copied = copies.get(id(held), held)
+    copied = _copy_of(held, copies, depth)
     return cell if copied is held else CellType(copied)
+
+
+def _copy_of(held: Any, copies: Mapping[int, Any], depth: int) -> Any:
+    """The copy of what a function holds: an object, its method, or a function that holds some, as wrappers do."""
+    if id(held) in copies:
+        return copies[id(held)]
+    if isinstance(held, MethodType) and id(held.__self__) in copies:
+        return MethodType(held.__func__, copies[id(held.__self__)])
+    if depth == _WRAPPERS:  # one may hold itself
+        return held
+    inner = partial(_copy_of, copies=copies, depth=depth + 1)
+    if isinstance(held, FunctionType):
+        return _rebound(held, copies, depth + 1)
+    if type(held) is partial:
+        func, args, by_name = inner(held.func), inner(held.args), inner(held.keywords)
+        is_own = func is not held.func or args is not held.args or by_name is not held.keywords
+        return partial(func, *args, **by_name) if is_own else held
+    if type(held) in (tuple, list):
+        own = [inner(each) for each in held]
+        return type(held)(own) if any(a is not b for a, b in zip(own, held, strict=True)) else held
+    if type(held) is dict:
+        by_key = {key: inner(each) for key, each in held.items()}
+        return by_key if any(by_key[key] is not each for key, each in held.items()) else held
+    return held
 
 
 def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.module.differences import first_of
+from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.ranks.objects import of_all_ranks
 
 _LOOKS = (1, 4)
@@ -70,9 +71,9 @@ def _sums_of(elements: Tensor) -> Tensor:
 
 
 def _is_plain(buffer: Tensor) -> bool:
-    if buffer.is_meta or buffer.is_complex() or isinstance(buffer, DTensor) or buffer.layout != torch.strided:
+    if buffer.is_meta or isinstance(buffer, DTensor) or is_placeholder(buffer):
         return False
-    return buffer.numel() <= _LARGEST
+    return not buffer.is_complex() and buffer.layout == torch.strided and buffer.numel() <= _LARGEST
 
 
 def _differing(of_ranks: list[dict[str, list[tuple[float, float]]]]) -> list[str]:

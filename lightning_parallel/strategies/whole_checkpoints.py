@@ -21,6 +21,7 @@ from lightning_parallel.checkpoint.full_state import (
     whole_state_dict,
 )
 from lightning_parallel.checkpoint.kept_parts import with_whole_parts
+from lightning_parallel.checkpoint.stage_entries import take_entries_of_stages
 from lightning_parallel.checkpoint.whole_file import bytes_of_state
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.memory import host_memory
@@ -148,7 +149,9 @@ class WholeCheckpointsStrategy(PlannedStrategy):
             tell_kept_states(self.module, ranks.get("num_replicas", 1))
         self._writes_parts = self._chooses_parts()
         if self._writes_parts:
-            return self.module.state_dict()
+            entries = self.module.state_dict()
+            take_entries_of_stages(self.module, entries)
+            return entries
         return whole_state_dict(self.module, keep=self.is_global_zero, outlines=True)
 
     def _chooses_parts(self) -> bool:

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel import _torch
+from lightning_parallel.module.placeholders import is_placeholder
 
 _FIRST = 3
 """Calls in which contents are compared one after the other; afterwards in those whose number is a power of two."""
@@ -48,7 +50,7 @@ class BufferSync:
     @torch.no_grad()
     def synchronize(self) -> None:
         """Broadcast what may have been written since the last call. A collective."""
-        buffers = {name: buffer for name, buffer in self._module.named_buffers() if not buffer.is_meta}
+        buffers = {name: buffer for name, buffer in self._module.named_buffers() if _is_here(buffer)}
         if not buffers or not (dist.is_initialized() and dist.get_world_size() > 1):
             return
         quiet = {name: buffer for name, buffer in buffers.items() if name not in self._written}
@@ -97,6 +99,11 @@ class BufferSync:
 
     def _broadcast(self, buffers: Mapping[str, Tensor]) -> None:
         _torch.groups.broadcast_tensors(list(buffers.values()), source=0, group=self._group)
+
+
+def _is_here(buffer: Tensor) -> bool:
+    """Whether this rank has all of it; of a copy of a parameter that a hook has made a buffer, it may have a part."""
+    return not (buffer.is_meta or isinstance(buffer, DTensor) or is_placeholder(buffer))
 
 
 def _version(buffer: Tensor) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.layer_check import Difference, Wording
@@ -131,6 +132,23 @@ def _failed(path: str, layer: nn.Module, error: Exception) -> str:
         f"{_name(path, layer)} fails on a part of the sequence: {error}. Shapes, masks or "
         "positions that it makes by itself are those of whole sequences; give context=1"
     )
+
+
+def hidden_violations(path: str, layer: nn.Module, hidden: Any) -> list[str]:
+    """Reasons why the sequence of a layer cannot be cut; empty if it can.
+
+    Args:
+        path: Where it is.
+        layer: The layer.
+        hidden: What it is given as its first argument.
+    """
+    if isinstance(hidden, Tensor) and not hidden.is_nested:
+        return []
+    kind = "a nested tensor" if isinstance(hidden, Tensor) else type(hidden).__name__
+    return [
+        f"{_name(path, layer)} is given {kind} as its first argument, where context parallel cuts the hidden states, "
+        "as one plain tensor, along the sequence; give the layer a tensor, or context=1"
+    ]
 
 
 def attention_violations(

@@ -30,6 +30,7 @@ from lightning_parallel.techniques.context.collected import join_collected, join
 from lightning_parallel.techniques.context.comparison import (
     attention_violations,
     batch_statistics_violations,
+    hidden_violations,
     sequence_dims,
     wording_for,
 )
@@ -145,6 +146,7 @@ class _Part:
         sequences = self.stack.sequences
         forward = with_hidden_first(forward, args, kwargs)
         hidden, args, kwargs = take_hidden(args, kwargs)
+        check(hidden_violations(self.path, layer, hidden))
         args, kwargs = self._without_caches(layer, args, kwargs)
         verified, collected = self._look(layer, forward, hidden, args, kwargs)
         if self.is_first:

@@ -326,14 +326,15 @@ def _routing(cls: type[Any], router: LayerRouter, places: Mapping[nn.Module, Seq
     # Around `__call__`, not `forward`: hooks of layers on other stages must not run, and the hook that gathers
     # parameters has to see the received tensors, so that backward gathers them again.
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run, forward = functools.partial(cls.__call__, self), functools.partial(cls.forward, self)
+        run, forward = functools.partial(cls.__call__, self), self.forward  # which may be an attribute
         with router.side_inputs.carried.noting(is_on=False):
             index = router.place(places[self])
             result = router.call(index, self, run, forward, args, kwargs)
         router.side_inputs.carried.note(result, layer=index)
         return result
 
-    return _torch.modules.subclass_calling(cls, call)
+    # Users compile functions around layers: what is routed is no part of their graphs.
+    return _torch.modules.subclass_calling(cls, _torch.modes.not_compiled(call))
 
 
 def _layer_stream(seed: int | None, index: int, *, is_needed: bool) -> contextlib.AbstractContextManager[None]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.placeholders import Placeholder, name_sources
+from lightning_parallel.techniques.pipeline.turns import DisorderError
 
 
 def plain_hidden(path: str, hidden: Any) -> Tensor:
@@ -19,11 +19,11 @@ def plain_hidden(path: str, hidden: Any) -> Tensor:
         hidden: What it is given.
 
     Raises:
-        ConfigurationError: For anything other than a plain tensor of floating-point numbers.
+        DisorderError: For anything other than a plain tensor of floating-point numbers.
     """
     if not isinstance(hidden, Tensor) or hidden.is_nested or not hidden.is_floating_point():
         kind = "a nested tensor" if getattr(hidden, "is_nested", False) else type(hidden).__name__
-        raise ConfigurationError(
+        raise DisorderError(
             [
                 f"{path} is given {kind} as its first argument, where a pipeline stage needs the hidden states as one "
                 "plain tensor of floating-point numbers; give schedule='turns' or pipeline=1"

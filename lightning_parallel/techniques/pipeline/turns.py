@@ -27,6 +27,7 @@ from lightning_parallel.module.placeholders import name_sources, placeholders_in
 from lightning_parallel.ranks.random_streams import drawing_aside, pass_number
 from lightning_parallel.ranks.stage_owners import broadcast_object
 from lightning_parallel.techniques.pipeline.layer_checkpoints import LayerCheckpoints
+from lightning_parallel.techniques.pipeline.records import put_together, taken_apart
 from lightning_parallel.techniques.pipeline.shape_inference import fill_cache
 from lightning_parallel.techniques.pipeline.stage_plan import StagePlan
 
@@ -97,7 +98,7 @@ class Turns:
             kwargs: Those by name.
         """
         owner = self._plan.rank_of(self._plan.stage_at(index))
-        leaves, spec = tree_flatten((args, kwargs), is_leaf=is_cache)
+        leaves, spec = tree_flatten(taken_apart((args, kwargs)), is_leaf=is_cache)
         if placeholders := placeholders_in(leaves):
             raise ConfigurationError([_FOREIGN.format(self._paths[index], name_sources(placeholders))])
         places = [p for p, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -105,7 +106,7 @@ class Turns:
         inputs = _Entry.apply(self._group, owner, *(leaves[place] for place in places)) if places else ()
         for place, tensor in zip(places, inputs, strict=True):
             leaves[place] = tensor
-        args, kwargs = tree_unflatten(leaves, spec)
+        args, kwargs = put_together(tree_unflatten(leaves, spec))
         if owner != self._group.rank():
             if any(map(is_cache, leaves)):
                 before = self._left_values.before(layer)
@@ -136,6 +137,7 @@ class Turns:
         logged: list[LoggedValue],
     ) -> tuple[Any, list[LeftValue]]:
         """Send the result of a layer, and what it has left and logged, to the other ranks."""
+        result = taken_apart(result)
         leaves, spec = tree_flatten((result, left), is_leaf=is_cache)
         # What hooks have left may be what the layer was given, or returns: others have that.
         known = [*arguments, *tree_leaves(result, is_leaf=is_cache)]
@@ -148,7 +150,11 @@ class Turns:
         # Of one layout on all ranks: products of other strides round otherwise, and their gradients would part.
         tensors = [leaves[place].contiguous() for place in places]
         forms = [(t.dtype, t.shape, t.requires_grad and torch.is_grad_enabled()) for t in tensors]
-        rest = {place: _in_words(leaf, known) for place, leaf in enumerate(leaves) if place not in set(places)}
+        rest = {
+            place: _in_words(leaf, known[: len(arguments) + min(place, num_returned)])
+            for place, leaf in enumerate(leaves)
+            if place not in set(places)
+        }
         broadcast_object((spec, places, forms, rest, draws, logged), owner, self._host_group)
         _advance(draws)
         self._logs.repeat(logged)
@@ -275,11 +281,11 @@ def _filled(
     for place, (is_known, value) in rest.items():
         number = value - len(arguments) if is_known else 0
         leaves[place] = value if not is_known else arguments[value] if number < 0 else leaves[number]
-    return tree_unflatten(leaves, spec)
+    return put_together(tree_unflatten(leaves, spec))
 
 
 def _in_words(leaf: Any, known: list[Any]) -> tuple[bool, Any]:
-    """An object: its place among arguments of a layer and what it has returned, or else the object itself."""
+    """An object: its place among arguments of a layer and what it has returned before, or else the object itself."""
     place = next((place for place, each in enumerate(known) if each is leaf), None)
     is_known = place is not None and not isinstance(leaf, bool | int | float | str | None)
     return is_known, place if is_known else leaf

@@ -1,0 +1,91 @@
+"""Entries of a ``state_dict()`` that are no parameters and no buffers, of layers that other stages run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_parallel.module.placeholders import is_placeholder
+from lightning_parallel.ranks.stage_owners import StageOwners, all_stage_owners
+
+_EXTRA = "_extra_state"
+"""The name under which `torch.nn.Module.state_dict` has what ``get_extra_state`` returns."""
+
+
+def take_entries_of_stages(module: nn.Module, entries: dict[str, Any]) -> None:
+    """Put the values of the stage that runs a layer in place of this rank's own. A collective of each pipeline.
+
+    A layer counts its steps, or keeps scales of fp8, in ``get_extra_state``; hooks of a ``state_dict`` add what they
+    like. All of it is in memory at once, unlike parameters and buffers, which are left alone.
+
+    Args:
+        module: The module, whose stack may be cut.
+        entries: Its ``state_dict()``, changed in place.
+    """
+    owners_by_name = all_stage_owners(module)
+    if not owners_by_name:
+        return
+    group = next(iter(owners_by_name.values())).host_group
+    known = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers()) if _has_memory(tensor)}
+    owner = _owner_of_paths(owners_by_name)
+    own = {
+        name: tree_map_only(Tensor, _on_host, value)
+        for name, value in entries.items()
+        if name not in owners_by_name
+        and owner(name.rpartition(".")[0]) == group.rank()
+        and not any(_is_elsewhere(leaf, known) for leaf in tree_leaves(value))
+    }
+    found: list[dict[str, Any]] = [own] * group.size()
+    dist.all_gather_object(found, own, group=group)
+    for rank, of_rank in enumerate(found):
+        entries.update(of_rank if rank != group.rank() else {})
+
+
+def take_extra_states_of_stages(module: nn.Module) -> None:
+    """Give layers the extra state that they have on the stage that runs them. A collective of each pipeline."""
+    has_one = {
+        f"{path}.{_EXTRA}": child
+        for path, child in module.named_modules()
+        if type(child).get_extra_state is not nn.Module.get_extra_state
+    }
+    own = {name: child.get_extra_state() for name, child in has_one.items()}
+    entries = dict(own)
+    take_entries_of_stages(module, entries)
+    for name, child in has_one.items():
+        if entries[name] is not own[name]:
+            child.set_extra_state(entries[name])
+
+
+def _owner_of_paths(owners_by_name: Mapping[str, StageOwners]) -> Callable[[str], int | None]:
+    """Tells the rank of a pipeline that runs the module of a path; ``None`` for one that several stages share out."""
+    known: dict[str, set[int]] = {}
+    for name, owners in owners_by_name.items():
+        while name := name.rpartition(".")[0]:
+            known[name] = known.get(name, set(owners.ranks)) & set(owners.ranks)
+
+    def owner(path: str) -> int | None:
+        while path and path not in known:
+            path = path.rpartition(".")[0]
+        return min(known.get(path, ()), default=None)
+
+    return owner
+
+
+def _is_elsewhere(leaf: Any, known: set[int]) -> bool:
+    """Whether it is a parameter to which a hook has given another name, or was computed with one of another stage."""
+    if not isinstance(leaf, Tensor):
+        return False
+    return isinstance(leaf, DTensor) or is_placeholder(leaf) or (_has_memory(leaf) and leaf.data_ptr() in known)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return not (isinstance(tensor, DTensor) or is_placeholder(tensor) or tensor.is_meta) and tensor.numel() > 0
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()
