@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -196,7 +197,7 @@ class Adapted(Tokens):
 
 
 class AdaptedByList(Tokens):
-    """Adapters that hooks take from a list of the script, of which a copy of the module knows nothing."""
+    """Adapters that hooks take from a list of the script."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,6 +206,19 @@ class AdaptedByList(Tokens):
         for index, block in enumerate(self.model.blocks):
             block.norm1.register_forward_hook(
                 lambda module, args, output, index=index: output + of_script[index](args[0])
+            )
+
+
+class AdaptedByScript(Tokens):
+    """The same from an object of the script, of which a copy of the module knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleList(nn.Linear(16, 16) for _ in self.model.blocks)
+        of_script = SimpleNamespace(adapters=list(self.adapters))
+        for index, block in enumerate(self.model.blocks):
+            block.norm1.register_forward_hook(
+                lambda module, args, output, index=index: output + of_script.adapters[index](args[0])
             )
 
 

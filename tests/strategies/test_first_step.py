@@ -39,7 +39,7 @@ from tests.models.losses import OwnGenerator
 from tests.models.pipelined import OfCutGraph
 from tests.models.tables import MODULES
 from tests.models.unusual import SparseTable
-from tests.models.user_code import Adapted, AdaptedByList
+from tests.models.user_code import Adapted, AdaptedByList, AdaptedByScript
 from tests.names import num_ranks, num_readers
 from tests.parity import TOLERANCE, make_trainer, once, train_module, worst
 
@@ -259,7 +259,8 @@ def test_random_numbers_of_own_generators_are_random_too(ranks: Any) -> None:
     ("make", "words"),
     [
         (Adapted, "first step equals one process: loss"),  # its hooks refer to the module, those of a copy to the copy
-        (AdaptedByList, "its step uses 6 parameters of the module itself"),
+        (AdaptedByList, "first step equals one process: loss"),
+        (AdaptedByScript, "its step uses 6 parameters of the module itself"),
     ],
 )
 def test_a_copy_whose_functions_belong_to_the_module_is_not_compared(ranks: Any, make: Any, words: str) -> None:

@@ -326,7 +326,8 @@ def _routing(cls: type[Any], router: LayerRouter, places: Mapping[nn.Module, Seq
     # Around `__call__`, not `forward`: hooks of layers on other stages must not run, and the hook that gathers
     # parameters has to see the received tensors, so that backward gathers them again.
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run, forward = functools.partial(cls.__call__, self), self.forward  # which may be an attribute
+        run = functools.partial(cls.__call__, self)
+        forward = vars(self).get("forward") or functools.partial(cls.forward, self)
         with router.side_inputs.carried.noting(is_on=False):
             index = router.place(places[self])
             result = router.call(index, self, run, forward, args, kwargs)
