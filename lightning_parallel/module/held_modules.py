@@ -20,7 +20,7 @@ def held_modules(module: nn.Module) -> dict[str, nn.Module]:
     known = set(found.values())
     for name, value in vars(module).items():
         if isinstance(value, list | tuple | dict) and name not in _REGISTERED and name not in _HOOKS:
-            for path, plain in _modules_in(name, value, depth=3):
+            for path, plain in modules_in(name, value, depth=3):
                 for below, child in plain.named_modules(prefix=path):
                     if child not in known:
                         known.add(child)
@@ -33,12 +33,19 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 _HOOKS = {name for name in _EMPTY if "hook" in name}
 
 
-def _modules_in(path: str, value: Any, *, depth: int) -> Iterator[tuple[str, nn.Module]]:
+def modules_in(path: str, value: Any, *, depth: int) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in nested lists, tuples and dicts, by path; not those in modules.
+
+    Args:
+        path: Where the value is.
+        value: A module, or a container.
+        depth: How many containers in one another are searched.
+    """
     if isinstance(value, nn.Module):
         yield path, value
     elif depth and isinstance(value, list | tuple):
         for index, entry in enumerate(value):
-            yield from _modules_in(f"{path}[{index}]", entry, depth=depth - 1)
+            yield from modules_in(f"{path}[{index}]", entry, depth=depth - 1)
     elif depth and isinstance(value, dict):
         for key, entry in value.items():
-            yield from _modules_in(f"{path}[{key!r}]", entry, depth=depth - 1)
+            yield from modules_in(f"{path}[{key!r}]", entry, depth=depth - 1)

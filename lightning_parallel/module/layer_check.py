@@ -189,7 +189,7 @@ class LayerCheck:
             torch.inference_mode(False),
             torch.set_grad_enabled(self._has_gradients),
             _torch.modes.without_dispatch_modes(),
-            probing(self._layer, doubles=self._doubles, device=self._device.type),
+            probing(self._layer, self._arguments, doubles=self._doubles, device=self._device.type),
         ):
             yield
 

@@ -31,7 +31,7 @@ _NEAR_ZERO = 1e-2
 
 
 @contextlib.contextmanager
-def probing(layer: nn.Module, *, doubles: bool, device: str) -> Iterator[None]:
+def probing(layer: nn.Module, given: Any, *, doubles: bool, device: str) -> Iterator[None]:
     """Let `layer` be run for comparison: without dropout, unseen by whoever counts or recomputes.
 
     In fp64, what two orders of summation differ by is so small that a real difference, however slight, shows; maps
@@ -40,6 +40,7 @@ def probing(layer: nn.Module, *, doubles: bool, device: str) -> Iterator[None]:
 
     Args:
         layer: The layer; its parameters may be DTensors.
+        given: Its arguments, in containers.
         doubles: Whether to compute in fp64, where the layer can.
         device: The kind of device that it runs on.
     """
@@ -68,7 +69,7 @@ def probing(layer: nn.Module, *, doubles: bool, device: str) -> Iterator[None]:
             saved_tensors_hooks(_same, _same),
             _torch.autograd.reentrant_checkpoints_avoided(),
             autocast,
-            side_effects_undone(layer),
+            side_effects_undone(layer, given),
         ):
             yield
     finally:

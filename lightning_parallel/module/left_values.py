@@ -8,6 +8,7 @@ run the layer has to find the same at the same places.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import copy_context
@@ -26,7 +27,7 @@ Place = tuple[str, ...]
 _PLAIN = (bool, int, float, str, type(None))
 _DICTS = (dict, OrderedDict, defaultdict)
 _LISTS = (list, deque)
-_VARIABLE, _BUFFER = "a context variable", "a buffer"
+_VARIABLE, _BUFFER, _ARGUMENT = "a context variable", "a buffer", "an argument"
 _TABLES = frozenset(vars(nn.Module()))
 _DERIVED = ("_g", "_orig")
 """Ends of names of parameters from which torch's hooks make a weight anew in each forward, as an attribute."""
@@ -85,16 +86,18 @@ class LeftValues:
         held = held_modules(module).items()
         self._outside = [(path, child) for path, child in held if not f"{path}.".startswith(inside)]
 
-    def before(self, layer: nn.Module) -> Before:
+    def before(self, layer: nn.Module, used: Any = (), given: Any = ()) -> Before:
         """Note what is there before a layer runs.
 
         Args:
             layer: The layer.
+            used: Its arguments, by position and by name, whose containers it may change.
+            given: What its caller has given it, in containers of the caller's.
         """
         containers: dict[int, tuple[Place, Any]] = {}
-        for place, container in self._containers(layer):
+        for place, container in itertools.chain(_of_arguments(used), self._containers(layer)):
             containers.setdefault(id(container), (place, container))
-        return Before(dict(containers.values()))
+        return Before(dict(containers.values()), dict(_of_arguments(given)))
 
     def _containers(self, layer: nn.Module) -> Iterator[tuple[Place, Any]]:
         for variable, value in copy_context().items():
@@ -110,20 +113,25 @@ class Before:
 
     Args:
         containers: Place -> container.
+        given: Place -> container of the caller, in place of a copy that the layer gets as an argument.
     """
 
-    def __init__(self, containers: dict[Place, Any]) -> None:
-        self._containers = containers
+    def __init__(self, containers: dict[Place, Any], given: dict[Place, Any]) -> None:
+        self._containers, self._given = containers, given
         self._held = {place: _copy(container) for place, container in containers.items()}
 
     def found(self) -> list[LeftValue]:
-        """The values that have been put there since."""
-        return [
+        """The values that have been put there since; those in arguments are in the caller's containers from here on."""
+        left = [
             LeftValue(place, key, value)
             for place, container in self._containers.items()
             for key, value in _news(container, self._held[place])
             if _is_plain(value)
         ]
+        if copied := {place for place in self._given if self._containers.get(place) is not self._given[place]}:
+            self._containers |= self._given
+            self.put(each for each in left if each.place in copied)
+        return left
 
     def put(self, left: Iterable[LeftValue], old: Iterable[Any] = ()) -> None:
         """Put values at their places, unless they are there.
@@ -143,7 +151,7 @@ class Before:
                     self._containers.get(place[:1], {}).pop(key, None)
             elif (number := _index(container, before)) is not None:
                 container[number] = value
-            elif _index(container, value) is None:
+            elif (before is _NOTHING or _has_tensors(before)) and _index(container, value) is None:
                 container.append(value)
 
     def replace(self, left: Iterable[LeftValue], values: Iterable[Any]) -> None:
@@ -198,9 +206,13 @@ def _or_nothing(old: Iterable[Any]) -> Iterator[Any]:
 
 def _index(container: Any, value: Any) -> int | None:
     """Where an object is in a list; plain values are no objects of their own."""
-    if value is _NOTHING or not tree_leaves(value) or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+    if value is _NOTHING or not _has_tensors(value):
         return None
     return next((number for number in reversed(range(len(container))) if container[number] is value), None)
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
 def _copy(container: Any) -> Any:
@@ -244,6 +256,13 @@ def _is_plain(value: Any) -> bool:
 
 
 # Where to look -------------------------------------------------------------------------------------------------------
+
+
+def _of_arguments(values: Any) -> Iterator[tuple[Place, Any]]:
+    """The containers among arguments, but for the tuple and the dictionary of the call itself."""
+    for by in values:
+        for name, value in by.items() if isinstance(by, dict) else enumerate(by):
+            yield from _inside((_ARGUMENT, str(name)), value)
 
 
 def _of_module(path: str, module: nn.Module) -> Iterator[tuple[Place, Any]]:

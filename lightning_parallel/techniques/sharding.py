@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_parallel import _torch
+from lightning_parallel.module.given_containers import giving_back
 from lightning_parallel.module.layer_stacks import first_names, owner_of
 from lightning_parallel.module.placeholders import is_placeholder
 
@@ -172,6 +173,8 @@ def finish_sharding(module: nn.Module, plan: ShardingPlan) -> None:
         # The step methods gather the root's parameters (`gathering.py`), so the hooks of `forward` must not.
         if path == ROOT:
             _torch.fsdp.drop_forward_hooks(unit)
+        else:
+            _torch.unit_arguments.note_arguments(unit, giving_back)
 
 
 def reshard_units(module: nn.Module) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.module.given_containers import GivenContainers, has_containers
 from lightning_parallel.module.layer_check import Difference, Wording
 from lightning_parallel.module.layer_run import HIDDEN_STATES
 from lightning_parallel.techniques.context.attention import SplitAttention
@@ -149,6 +151,28 @@ def hidden_violations(path: str, layer: nn.Module, hidden: Any) -> list[str]:
         f"{_name(path, layer)} is given {kind} as its first argument, where context parallel cuts the hidden states, "
         "as one plain tensor, along the sequence; give the layer a tensor, or context=1"
     ]
+
+
+@contextlib.contextmanager
+def refusing_changes(path: str, layer: nn.Module, given: Any, used: Any) -> Iterator[None]:
+    """Inside this context, a layer may not put anything into a container that it is given: it has a part of it.
+
+    Args:
+        path: Where it is.
+        layer: The layer.
+        given: Its arguments, by position and by name.
+        used: The same, cut for this rank.
+    """
+    containers = GivenContainers(given, used) if has_containers(given) else None
+    yield
+    if containers is not None and (kinds := containers.changed_kinds()):
+        raise ConfigurationError(
+            [
+                f"{_name(path, layer)} changes an argument, a {' and a '.join(kinds)}, in which it puts what a rank "
+                "computes from its part of the sequence, and which nobody joins; leave it out, such as the loss that "
+                "balances experts, or give context=1"
+            ]
+        )
 
 
 def attention_violations(

@@ -31,6 +31,7 @@ from lightning_parallel.techniques.context.comparison import (
     attention_violations,
     batch_statistics_violations,
     hidden_violations,
+    refusing_changes,
     sequence_dims,
     wording_for,
 )
@@ -183,9 +184,10 @@ class _Part:
         sequences = self.stack.sequences
         length = self._whole_length(hidden)
         cut = functools.partial(cut_argument, rule=attention.rule, sequences=sequences, length=length, hidden=hidden)
-        args = tuple(_map_named(cut, "", value) for value in args)
+        given, args = (args, kwargs), tuple(_map_named(cut, "", value) for value in args)
         kwargs = {name: _map_named(cut, name, value) for name, value in kwargs.items()}
         with (
+            refusing_changes(self.path, layer, given, (args, kwargs)),
             sequence_part_stream(sequences.group, is_needed=layer.training and torch.is_grad_enabled()),
             _torch.attention.slow_attention(),
             _torch.autograd.checkpoints_replaced(attention.around),

@@ -222,12 +222,13 @@ class LayerRouter:
             args: Its arguments.
             kwargs: Those by name.
         """
+        given = args, kwargs
         if not self.is_open:
             self.position = index
             return self.outside(index, layer, run, forward, args, kwargs)
         if self._order is not None:
             self._order.append(index)
-            return self._hand_on(index, layer, forward, args, kwargs)
+            return self._hand_on(index, layer, forward, given, given)
         if index != self.position + 1:
             raise DisorderError([out_of_order(self._paths[index], self._paths[: self.position + 1])])
         part = self._part
@@ -235,7 +236,7 @@ class LayerRouter:
             assert self._trace is not None
             args, kwargs = self._trace.look_at_layer(index, args, kwargs)
             self.position = index
-            return self._hand_on(index, layer, forward, args, kwargs)
+            return self._hand_on(index, layer, forward, (args, kwargs), given)
         if part.joined is not None:
             return self._pass_by(index, layer, forward, args, kwargs, part.joined)
         own = range(0) if part.leaves_at_stack else self.plan.layers_of(part.stage)
@@ -246,12 +247,12 @@ class LayerRouter:
             raise StageExit(self._boundary.sent(index, args, kwargs))
         self.position = index
         if index < own.start:
-            return self._hand_on(index, layer, forward, args, kwargs)
+            return self._hand_on(index, layer, forward, (args, kwargs), given)
         self._boundary.check_values(index, (args, kwargs))
         timed = contextlib.nullcontext() if part.clock is None else part.clock.of_layer(index)
         stream = _layer_stream(part.seed, index, is_needed=layer.training and torch.is_grad_enabled())
         with timed, stream, _torch.modes.outside_of(self._mode):  # the arguments are replaced already
-            result = self._left.run(index, layer, lambda: self._checkpoints.run(run, args, kwargs))
+            result = self._left.run(index, layer, functools.partial(self._checkpoints.run, run), (args, kwargs), given)
         if part.leaves_stack and index == self.plan.num_layers - 1:
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             raise StageExit((*tensors, *(part.received or ())[1:], *self._boundary.kept()))
@@ -263,23 +264,23 @@ class LayerRouter:
         """Hand on the result of a layer of the whole batch."""
         if index == self.plan.layers_of(self.plan.last).start:
             self._boundary.take_joined(index, joined, args, kwargs)
-        args, kwargs = self._substitutes.replace((args, kwargs))
+        used = self._substitutes.replace((args, kwargs))
         self.position = index
-        result = self._hand_on(index, layer, forward, args, kwargs)
+        result = self._hand_on(index, layer, forward, used, (args, kwargs))
         if index == self.plan.num_layers - 1:
             self._boundary.take_kept(joined)
         return result
 
-    def _hand_on(self, index: int, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _hand_on(self, index: int, layer: nn.Module, forward: Callable[..., Any], used: Any, given: Any) -> Any:
         """Infer the layer's result, as placeholders; that of the last one may be known from the microbatches."""
         path, is_tried = self._paths[index], self._part.stage is None
         with refusing_writes(path, is_tried=is_tried):
-            result = self._inferred.result(index, layer, forward, args, kwargs, path=path, is_on_placeholders=is_tried)
+            result = self._inferred.result(index, layer, forward, used, given, path=path, is_on_placeholders=is_tried)
         self._left.note_inferred(index, self._inferred, is_tried=is_tried)
         if self._part.joined is not None and index == self.plan.num_layers - 1:
             result = self._part.joined.in_place_of(result, path)
         for hook in collecting_hooks(layer):
-            hook(layer, args, result)
+            hook(layer, used[0], result)
         return result
 
 

@@ -50,18 +50,20 @@ class RunLeavings:
         self._left_values, self._carried = left_values, carried
         self._left: list[tuple[int, Before, list[LeftValue]]] = []
 
-    def run(self, index: int, layer: nn.Module, run: Callable[[], Any]) -> Any:
+    def run(self, index: int, layer: nn.Module, run: Callable[..., Any], used: Any, given: Any) -> Any:
         """Run a layer of this rank, and note what it leaves for the step.
 
         Args:
             index: Its number.
             layer: The layer.
-            run: Runs it.
+            run: Runs it, given its arguments by position and by name.
+            used: Its arguments, by position and by name.
+            given: As the step has given them.
         """
         if not self._carried.takes_left(index):
-            return run()
-        before = self._left_values.before(layer)
-        result = run()
+            return run(*used)
+        before = self._left_values.before(layer, used, given)
+        result = run(*used)
         self.note(index, before, before.found())
         return result
 

@@ -47,8 +47,8 @@ class InferredShapes:
         index: int,
         layer: nn.Module,
         forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        used: Any,
+        given: Any,
         *,
         path: str,
         is_on_placeholders: bool,
@@ -59,12 +59,12 @@ class InferredShapes:
             index: The place of the layer in its stack.
             layer: The layer.
             forward: Its own forward, past what was put around it.
-            args: What it is given.
-            kwargs: The same.
+            used: Its arguments, by position and by name.
+            given: As the step has given them, in containers of its own.
             path: The path of the layer.
             is_on_placeholders: Whether all parameters of the module are placeholders already.
         """
-        args, kwargs = tree_map(lambda value: None if is_cache(value) else value, (args, kwargs))
+        args, kwargs = tree_map(lambda value: None if is_cache(value) else value, used)
         key = (index, torch.is_grad_enabled(), *map(_kind, tree_leaves((args, kwargs))))
         self.left, self.counted = None, []
         # Hooks inside of a layer collect something for the step, in each call, and so may its own code.
@@ -73,7 +73,7 @@ class InferredShapes:
                 self.forget()
             hidden = hidden_in(args, kwargs)
             args, kwargs = with_hidden(hidden if is_placeholder(hidden) else placeholder_like(hidden), args, kwargs)
-            before, forward = self._left_values.before(layer), with_hooks(layer, forward)
+            before, forward = self._left_values.before(layer, (args, kwargs), given), with_hooks(layer, forward)
             with self._running(), contextlib.nullcontext() if is_on_placeholders else _on_placeholders(layer):
                 self._results[key] = tree_map(_as_value, forward(*args, **kwargs))
                 found = before.found()

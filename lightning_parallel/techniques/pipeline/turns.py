@@ -106,6 +106,7 @@ class Turns:
         inputs = _Entry.apply(self._group, owner, *(leaves[place] for place in places)) if places else ()
         for place, tensor in zip(places, inputs, strict=True):
             leaves[place] = tensor
+        given = args, kwargs
         args, kwargs = put_together(tree_unflatten(leaves, spec))
         if owner != self._group.rank():
             if any(map(is_cache, leaves)):
@@ -114,9 +115,9 @@ class Turns:
                 before.take_away(before.found())
             result, left = self._follow(owner, inputs, leaves)
             if left:
-                self._left_values.before(layer).put(left)
+                self._left_values.before(layer, given, given).put(left)
             return result
-        before = self._left_values.before(layer)
+        before = self._left_values.before(layer, (args, kwargs), given)
         with drawing_aside(index) as has_drawn, self._logs.taken() as logged:
             result = self._checkpoints.run(run, args, kwargs)
             draws = has_drawn()
