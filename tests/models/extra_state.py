@@ -44,6 +44,10 @@ def _take_entries(_: Any, entries: dict[str, Any], prefix: str, *args: Any) -> N
 
 
 class Counts(ByteGPT):
+    """Saves itself at the end of the first epoch, in the middle of the fit."""
+
+    file = ""
+
     def __init__(self) -> None:
         super().__init__()
         self.model.blocks = nn.ModuleList(Counting() for _ in range(4))
@@ -51,3 +55,5 @@ class Counts(ByteGPT):
     def on_train_epoch_end(self) -> None:
         for number, block in enumerate(self.model.blocks):
             block.factor = 1.1 + 0.1 * number  # type: ignore[assignment]
+        if self.file:
+            self.trainer.save_checkpoint(self.file)
