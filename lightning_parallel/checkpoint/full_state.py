@@ -106,7 +106,7 @@ def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False, outli
     """
     firsts, owners_by_name = first_names(module), all_stage_owners(module)
     own = module.state_dict()
-    take_entries_of_stages(module, own)
+    take_entries_of_stages(module, own, keep=keep)
     result: OrderedDict[str, Any] = OrderedDict()  # `OrderedDict[str, Any]()` would save its type arguments
     if keep:
         _take_metadata(result, own)

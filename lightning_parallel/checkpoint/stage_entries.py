@@ -11,39 +11,44 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.module.placeholders import is_placeholder
-from lightning_parallel.ranks.stage_owners import StageOwners, all_stage_owners
+from lightning_parallel.ranks.dtensors import whole_on_host
+from lightning_parallel.ranks.stage_owners import StageOwners, all_stage_owners, broadcast_object
 
 _EXTRA = "_extra_state"
 """The name under which `torch.nn.Module.state_dict` has what ``get_extra_state`` returns."""
 
 
-def take_entries_of_stages(module: nn.Module, entries: dict[str, Any]) -> None:
+def take_entries_of_stages(module: nn.Module, entries: dict[str, Any], *, keep: bool, has_parts: bool = False) -> None:
     """Put the values of the stage that runs a layer in place of this rank's own. A collective of each pipeline.
 
     A layer counts its steps, or keeps scales of fp8, in ``get_extra_state``; hooks of a ``state_dict`` add what they
-    like. All of it is in memory at once, unlike parameters and buffers, which are left alone.
+    like, and give parameters other names.
 
     Args:
         module: The module, whose stack may be cut.
         entries: Its ``state_dict()``, changed in place.
+        keep: Whether this rank wants parameters of other names, which then come one at a time.
+        has_parts: Whether each rank keeps its part of these instead.
     """
     owners_by_name = all_stage_owners(module)
     if not owners_by_name:
         return
     group = next(iter(owners_by_name.values())).host_group
-    known = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers()) if _has_memory(tensor)}
+    of_module = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers()) if _has_memory(tensor)}
     owner = _owner_of_paths(owners_by_name)
-    own = {
-        name: tree_map_only(Tensor, _on_host, value)
-        for name, value in entries.items()
-        if name not in owners_by_name
-        and owner(name.rpartition(".")[0]) == group.rank()
-        and not any(_is_elsewhere(leaf, known) for leaf in tree_leaves(value))
-    }
-    found: list[dict[str, Any]] = [own] * group.size()
+    own = []
+    for name, value in entries.items():
+        leaves = tree_leaves(value)
+        is_part = any(_is_part(leaf, of_module) for leaf in leaves)
+        if name not in owners_by_name and owner(name.rpartition(".")[0]) == group.rank():
+            own += [name] if not (any(map(is_placeholder, leaves)) or (is_part and has_parts)) else []
+    found: list[list[str]] = [own] * group.size()
     dist.all_gather_object(found, own, group=group)
-    for rank, of_rank in enumerate(found):
-        entries.update(of_rank if rank != group.rank() else {})
+    for rank, name in ((rank, name) for rank, names in enumerate(found) for name in names):
+        is_here = rank == group.rank()
+        value = broadcast_object(tree_map_only(Tensor, _on_host, entries[name]) if is_here else None, rank, group)
+        if not is_here and (keep or not is_placeholder(entries.get(name))):
+            entries[name] = value
 
 
 def take_extra_states_of_stages(module: nn.Module) -> None:
@@ -55,7 +60,7 @@ def take_extra_states_of_stages(module: nn.Module) -> None:
     }
     own = {name: child.get_extra_state() for name, child in has_one.items()}
     entries = dict(own)
-    take_entries_of_stages(module, entries)
+    take_entries_of_stages(module, entries, keep=True)
     for name, child in has_one.items():
         if entries[name] is not own[name]:
             child.set_extra_state(entries[name])
@@ -76,11 +81,11 @@ def _owner_of_paths(owners_by_name: Mapping[str, StageOwners]) -> Callable[[str]
     return owner
 
 
-def _is_elsewhere(leaf: Any, known: set[int]) -> bool:
-    """Whether it is a parameter to which a hook has given another name, or was computed with one of another stage."""
-    if not isinstance(leaf, Tensor):
-        return False
-    return isinstance(leaf, DTensor) or is_placeholder(leaf) or (_has_memory(leaf) and leaf.data_ptr() in known)
+def _is_part(leaf: Any, of_module: set[int]) -> bool:
+    """Whether it is a parameter or buffer to which a hook has given another name."""
+    return isinstance(leaf, DTensor) or (
+        isinstance(leaf, Tensor) and _has_memory(leaf) and leaf.data_ptr() in of_module
+    )
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -88,4 +93,4 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu()
+    return whole_on_host(tensor.detach())

@@ -150,7 +150,7 @@ class WholeCheckpointsStrategy(PlannedStrategy):
         self._writes_parts = self._chooses_parts()
         if self._writes_parts:
             entries = self.module.state_dict()
-            take_entries_of_stages(self.module, entries)
+            take_entries_of_stages(self.module, entries, keep=True, has_parts=True)
             return entries
         return whole_state_dict(self.module, keep=self.is_global_zero, outlines=True)
 
