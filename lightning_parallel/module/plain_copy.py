@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.module.object_state import CONTAINERS
+from lightning_parallel.module.object_state import CONTAINERS, MOST_ENTRIES
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.ranks.dtensors import local_of
 
@@ -212,8 +212,8 @@ def _copy_of(held: Any, copies: Mapping[int, Any], depth: int) -> Any:
         return copies[id(held)]
     if isinstance(held, MethodType) and id(held.__self__) in copies:
         return MethodType(held.__func__, copies[id(held.__self__)])
-    if depth == _WRAPPERS:  # one may hold itself
-        return held
+    if depth == _WRAPPERS or (isinstance(held, tuple | list | dict) and len(held) > MOST_ENTRIES):
+        return held  # one may hold itself; what has many entries is data
     inner = partial(_copy_of, copies=copies, depth=depth + 1)
     if isinstance(held, FunctionType):
         return _rebound(held, copies, depth + 1)

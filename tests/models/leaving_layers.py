@@ -148,3 +148,48 @@ class OfFile(LeavesLosses):
 
 
 LEAVING["file"] = OfFile
+
+
+class Counting(Block):
+    """Counts its calls in a number and in a buffer, by which it weights its output; keeps a length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls, self.length = 0, 0
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.length = x.shape[1]
+        self.num_calls += 1
+        self.count += 0.5  # type: ignore[operator, misc]
+        return super().forward(x) * (1 + 0.01 * self.num_calls + 0.01 * self.count + 0.001 * self.length)
+
+
+class CountsLater(Counting):
+    """In a buffer, which nothing depends on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1  # type: ignore[operator, misc]
+        return Block.forward(self, x)
+
+
+class KeepsLength(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        self.length = x.shape[1]
+        return Block.forward(self, x) * (1 + 0.001 * self.length)
+
+
+class OfCounting(Deep):
+    kind: type[Counting] = Counting
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.model.blocks = nn.ModuleList(self.kind() for _ in range(4))
+
+
+class OfCountingLater(OfCounting):
+    kind = CountsLater
+
+
+class OfKeptLength(OfCounting):
+    kind = KeepsLength

@@ -8,7 +8,8 @@ import pytest
 
 from lightning_parallel import ConfigurationError
 from tests.data import batches
-from tests.models.leaving_layers import LEAVING
+from tests.jobs.first_steps import said
+from tests.models.leaving_layers import LEAVING, OfCounting, OfCountingLater, OfKeptLength
 from tests.parity import TOLERANCE, Outcome, checked, is_moving, once, train_module, worst
 
 EVERYWHERE = ["list", "list_by_name", "numbers", "dict", "nested", "record", "model", "numbers_of_model", "attribute"]
@@ -47,12 +48,37 @@ def refusal(name: str, strategy: str) -> str:
     [("list", "a list"), ("list_by_name", "a list"), ("dict", "a dict"), ("nested", "a dict and a list")],
 )
 def test_a_part_of_a_sequence_has_a_part_of_a_loss(ranks: Any, name: str, kinds: str) -> None:
-    for said in ranks(2).run(refusal, name, "cp_custom"):
-        assert f"model.blocks.0 (Layer) changes an argument, {kinds}, in which it puts what a rank computes" in said
-        assert "context=1" in said
+    for message in ranks(2).run(refusal, name, "cp_custom"):
+        assert f"model.blocks.0 (Layer) changes an argument, {kinds}, in which it puts what a rank computes" in message
+        assert "context=1" in message
 
 
 @pytest.mark.parametrize("name", SINGLE)
 def test_what_a_stage_cannot_be_sent_is_refused(ranks: Any, name: str) -> None:
-    for said in ranks(2).run(refusal, name, "pp_custom"):
-        assert "takes something that only another pipeline stage computes" in said
+    for message in ranks(2).run(refusal, name, "pp_custom"):
+        assert "takes something that only another pipeline stage computes" in message
+
+
+def counted(make: Any, strategy: str, num_ranks: int, readers: int) -> tuple[Outcome, list[str]]:
+    own = strategy if strategy == "auto" else checked(strategy)
+    with said("") as lines:
+        outcome = train_module(make, batches("byte_gpt", readers, 3), own, num_ranks)
+    return outcome, [line for line in lines if "take turns" in line]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "readers"),
+    [("fsdp_custom", 2, 2), ("tp_custom", 2, 1), ("pp_custom", 2, 1), ("fsdp_custom:pipeline=2,shard=2", 4, 2)],
+)
+@pytest.mark.parametrize(("make", "name"), [(OfCounting, "num_calls"), (OfCountingLater, "count")])
+def test_layers_count_steps(ranks: Any, make: Any, name: str, strategy: str, size: int, readers: int) -> None:
+    found, lines = ranks(size).run(counted, make, strategy, size, readers)[0]
+    assert worst(found, once(counted, make, "auto", 1, 1)[0]) < TOLERANCE
+    assert len(lines) == ("pipeline" in strategy or strategy == "pp_custom")
+    assert all(f"model.blocks.0, or a hook in it, changes model.blocks.0.{name}, a number" in line for line in lines)
+
+
+def test_a_number_that_stays_is_no_count(ranks: Any) -> None:
+    found, lines = ranks(2).run(counted, OfKeptLength, "pp_custom", 2, 1)[0]
+    assert worst(found, once(counted, OfKeptLength, "auto", 1, 1)[0]) < TOLERANCE
+    assert not lines

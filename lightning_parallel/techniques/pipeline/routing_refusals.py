@@ -87,8 +87,8 @@ def counting(path: str, name: str) -> str:
         name: What it changes.
     """
     return (
-        f"{path}, or a hook in it, changes {name}, which is outside of the layer, and would do so for each microbatch; "
-        "give schedule='turns' or pipeline=1"
+        f"{path}, or a hook in it, changes {name}, a number, in each run, and would do so for each microbatch; give "
+        "schedule='turns' or pipeline=1"
     )
 
 

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_parallel.module.dry_run import side_effects_undone
 from lightning_parallel.module.hidden_states import hidden_in, with_hidden
 from lightning_parallel.module.kept_state import KeptState
 from lightning_parallel.module.kv_cache import is_cache
 from lightning_parallel.module.left_values import Before, LeftValue, LeftValues, is_of_user
+from lightning_parallel.module.own_counts import OwnCounts
 from lightning_parallel.module.placeholders import (
     is_placeholder,
     placeholder_like,
@@ -38,7 +40,7 @@ class InferredShapes:
         self.left: tuple[Before, list[LeftValue]] | None = None
         """The values that the last one has left, which are at their places."""
         self.counted: list[str] = []
-        """Names of plain values outside of the last one that it has changed."""
+        """Names of numbers that the last one has changed: outside of it, or inside, and again in another run."""
         self._left_values, self._leaving = left, set[int]()
         self._results: dict[Any, Any] = {}
 
@@ -74,11 +76,14 @@ class InferredShapes:
             hidden = hidden_in(args, kwargs)
             args, kwargs = with_hidden(hidden if is_placeholder(hidden) else placeholder_like(hidden), args, kwargs)
             before, forward = self._left_values.before(layer, (args, kwargs), given), with_hooks(layer, forward)
+            own = OwnCounts(layer) if is_on_placeholders else None
             with self._running(), contextlib.nullcontext() if is_on_placeholders else _on_placeholders(layer):
                 self._results[key] = tree_map(_as_value, forward(*args, **kwargs))
                 found = before.found()
+                inside = [] if own is None else _counted_again(own, layer, forward, args, kwargs)
             left = [each for each in found if placeholders_in(each.value)]
             self.counted = [each.name for each in found if each.counts and not each.is_inside(path)]
+            self.counted += [f"{path}.{name}" for name in inside]
             if left:
                 self._leaving.add(index)
                 before.put(left)
@@ -156,6 +161,25 @@ def with_hooks(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., A
         return result
 
     return run
+
+
+def _counted_again(own: OwnCounts, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> list[str]:
+    """The numbers of a layer that each run changes, of which the first has changed some: unlike a length that it keeps.
+
+    Args:
+        own: The numbers before the first run.
+        layer: The layer.
+        forward: Runs it.
+        args: Its arguments.
+        kwargs: Those by name.
+    """
+    names = own.changed()
+    if not names:
+        return []
+    own = OwnCounts(layer)
+    with side_effects_undone(layer, (args, kwargs)):
+        forward(*args, **kwargs)
+        return [name for name in own.changed() if name in names]
 
 
 @contextlib.contextmanager
