@@ -159,7 +159,9 @@ def added_violations(module: nn.Module) -> list[str]:
     record = parallelized(module)
     if record is None:
         return []
-    new = {n: p for n, p in module.named_parameters(remove_duplicate=False) if n not in record.names}
+    named = list(module.named_parameters(remove_duplicate=False))
+    known = {parameter for name, parameter in named if name in record.names}  # hooks give them further names, too
+    new = {name: parameter for name, parameter in named if name not in record.names and parameter not in known}
     if moved := [name for name, parameter in new.items() if parameter.requires_grad and isinstance(parameter, DTensor)]:
         return [_MOVED.format(len(moved), ", ".join(moved[:8]))]
     if record.mesh.data.size() == 1 and record.cut is None:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel._torch.unit_arguments import Note
 from lightning_parallel._torch.unit_parameters import GatheredWrites, gathered_of, parameter_groups
 
 _WIDENS_APART = not isinstance(vars(FSDPParam).get("unsharded_accumulated_grad"), property)
@@ -214,6 +215,7 @@ def gather_around(
     *,
     takes_batch: bool = False,
     refuse: Callable[[str], NoReturn] | None = None,
+    note: Note | None = None,
 ) -> None:
     """Gather the parameters of `unit` while ``holder.method`` runs.
 
@@ -227,6 +229,7 @@ def gather_around(
         unit: The sharded unit.
         takes_batch: Whether it is given what Lightning has moved. torch would move what was left on the host, too.
         refuse: Ends a call that has written into gathered parameters, given the method; without, another keeps it.
+        note: As of `note_arguments`.
     """
     module = unit
     assert isinstance(unit, FSDPModule)
@@ -240,14 +243,17 @@ def gather_around(
         # Gathered by a caller already, who will free the parameters. The compiler looks into layers only, which are.
         if torch.compiler.is_compiling() or state._training_state != idle:
             return original(*args, **kwargs)
+        behind = None
         if takes_batch or not (args or kwargs):
             state._pre_forward(unit, (None,), {})  # on GPUs, torch 2.11 cannot move what is empty
         else:
-            args, kwargs = state._pre_forward(unit, args, kwargs)
+            given, (args, kwargs) = (args, kwargs), state._pre_forward(unit, args, kwargs)
+            behind = note(given, (args, kwargs)) if note is not None else None
         writes = None if refuse is None else GatheredWrites(unit)
         result = original(*args, **kwargs)
         changed = writes is not None and writes.have_happened(next(calls))
-        result = state._post_forward(unit, args, result)
+        after = functools.partial(state._post_forward, unit, args)
+        result = after(result) if behind is None else behind(after, result)
         if state._is_root and not takes_batch:
             _reshard_all(module)  # it is no step, after which torch leaves some units as they are: hooks see shards
         if changed and refuse is not None:

@@ -10,8 +10,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_parallel._torch.modes import not_compiled
 
-Note = Callable[[Any, Any], Callable[[], None] | None]
-"""Takes the arguments that a unit is given, and the copies that its forward gets; returns what to do behind it."""
+Behind = Callable[[Callable[[Any], Any], Any], Any]
+"""Takes FSDP2's hook behind a forward, and the output, to which that is to be applied; returns the new one."""
+Note = Callable[[Any, Any], Behind | None]
+"""Takes the arguments that a unit is given, and the copies that its forward gets; returns what runs behind it."""
 
 
 def note_arguments(unit: nn.Module, note: Note) -> None:
@@ -29,7 +31,7 @@ def note_arguments(unit: nn.Module, note: Note) -> None:
     state = unit._get_fsdp_state()
     first, last = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
     before, after = unit._forward_pre_hooks[first], unit._forward_hooks[last]
-    waiting: list[Callable[[], None] | None] = []
+    waiting: list[Behind | None] = []
 
     @not_compiled
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -38,9 +40,10 @@ def note_arguments(unit: nn.Module, note: Note) -> None:
         return used
 
     @not_compiled
-    def post_forward(*args: Any, **kwargs: Any) -> Any:
-        if waiting and (act := waiting.pop()) is not None:
-            act()
-        return after(*args, **kwargs)
+    def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+        behind = waiting.pop() if waiting else None
+        if behind is None:
+            return after(module, args, output)
+        return behind(lambda values: after(module, args, values), output)
 
     unit._forward_pre_hooks[first], unit._forward_hooks[last] = pre_forward, post_forward

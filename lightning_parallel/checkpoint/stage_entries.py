@@ -14,9 +14,6 @@ from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.ranks.dtensors import whole_on_host
 from lightning_parallel.ranks.stage_owners import StageOwners, all_stage_owners, broadcast_object
 
-_EXTRA = "_extra_state"
-"""The name under which `torch.nn.Module.state_dict` has what ``get_extra_state`` returns."""
-
 
 def take_entries_of_stages(module: nn.Module, entries: dict[str, Any], *, keep: bool, has_parts: bool = False) -> None:
     """Put the values of the stage that runs a layer in place of this rank's own. A collective of each pipeline.
@@ -52,18 +49,39 @@ def take_entries_of_stages(module: nn.Module, entries: dict[str, Any], *, keep: 
 
 
 def take_extra_states_of_stages(module: nn.Module) -> None:
-    """Give layers the extra state that they have on the stage that runs them. A collective of each pipeline."""
-    has_one = {
-        f"{path}.{_EXTRA}": child
+    """Give layers the extra state that they have on the stage that runs them. A collective of each pipeline.
+
+    Raises:
+        Exception: Of the user's code, on all ranks of the pipeline.
+    """
+    owners_by_name = all_stage_owners(module)
+    if not owners_by_name:
+        return
+    group = next(iter(owners_by_name.values())).host_group
+    owner = _owner_of_paths(owners_by_name)
+    have_one = {
+        path: child
         for path, child in module.named_modules()
         if type(child).get_extra_state is not nn.Module.get_extra_state
+        and type(child).set_extra_state is not nn.Module.set_extra_state
     }
-    own = {name: child.get_extra_state() for name, child in has_one.items()}
-    entries = dict(own)
-    take_entries_of_stages(module, entries, keep=True)
-    for name, child in has_one.items():
-        if entries[name] is not own[name]:
-            child.set_extra_state(entries[name])
+    own: dict[str, Any] = {}
+    failed: Exception | None = None
+    try:
+        # Elsewhere the layer has no values, of which its code may read some.
+        mine = [path for path in have_one if owner(path) == group.rank()]
+        own = {path: tree_map_only(Tensor, _on_host, have_one[path].get_extra_state()) for path in mine}
+    except Exception as error:
+        failed = error
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, (own, failed and f"{type(failed).__name__}: {failed}"), group=group)
+    if failed is not None:
+        raise failed
+    for rank, (states, problem) in enumerate(found):
+        if problem:
+            raise RuntimeError(f"get_extra_state has failed on rank {rank} of the pipeline: {problem}")
+        for path, state in states.items() if rank != group.rank() else ():
+            have_one[path].set_extra_state(state)
 
 
 def _owner_of_paths(owners_by_name: Mapping[str, StageOwners]) -> Callable[[str], int | None]:

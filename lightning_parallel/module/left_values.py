@@ -7,10 +7,9 @@ run the layer has to find the same at the same places.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import copy_context
 from typing import Any, NamedTuple
 
@@ -18,17 +17,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.module.held_modules import held_modules
-from lightning_parallel.module.held_objects import FRAMEWORKS, has_state
-from lightning_parallel.module.object_state import DEEPEST, MOST_ENTRIES
+from lightning_parallel.module.left_places import (
+    BUFFER,
+    PLAIN,
+    TABLES,
+    VARIABLE,
+    Place,
+    inside_of,
+    of_arguments,
+    of_hooks,
+    of_module,
+)
+from lightning_parallel.module.object_state import MOST_ENTRIES
 from lightning_parallel.module.placeholders import Placeholder
 
-Place = tuple[str, ...]
-"""The names that lead to a container: of a module, an attribute, a key; equal on all ranks."""
-_PLAIN = (bool, int, float, str, type(None))
-_DICTS = (dict, OrderedDict, defaultdict)
-_LISTS = (list, deque)
-_VARIABLE, _BUFFER, _ARGUMENT = "a context variable", "a buffer", "an argument"
-_TABLES = frozenset(vars(nn.Module()))
+REMOVED, REWRITTEN = "\0 removed", "\0 rewritten"
+TAKEN = (REMOVED, REWRITTEN)
+"""In place of a key: what was taken out of a dictionary, and all that is in a list of which something was."""
 _DERIVED = ("_g", "_orig")
 """Ends of names of parameters from which torch's hooks make a weight anew in each forward, as an attribute."""
 
@@ -49,13 +54,13 @@ class LeftValue(NamedTuple):
     @property
     def name(self) -> str:
         """Where it is, in words."""
-        names = (*self.place, *(() if self.key is None else (str(self.key),)))
-        return ".".join(name for name in names if name not in ("", _BUFFER))
+        names = (*self.place, *(() if self.key is None or self.key in TAKEN else (str(self.key),)))
+        return ".".join(name for name in names if name not in ("", BUFFER))
 
     @property
     def counts(self) -> bool:
         """Whether it is of numbers and text alone, such as a count of calls."""
-        return self.place[0] != _VARIABLE and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(self.value))
+        return self.place[0] != VARIABLE and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(self.value))
 
     def is_inside(self, path: str) -> bool:
         """Whether it is in a module.
@@ -95,17 +100,17 @@ class LeftValues:
             given: What its caller has given it, in containers of the caller's.
         """
         containers: dict[int, tuple[Place, Any]] = {}
-        for place, container in itertools.chain(_of_arguments(used), self._containers(layer)):
+        for place, container in itertools.chain(of_arguments(used), self._containers(layer)):
             containers.setdefault(id(container), (place, container))
-        return Before(dict(containers.values()), dict(_of_arguments(given)))
+        return Before(dict(containers.values()), dict(of_arguments(given)))
 
     def _containers(self, layer: nn.Module) -> Iterator[tuple[Place, Any]]:
         for variable, value in copy_context().items():
-            yield from _inside((_VARIABLE, variable.name), value)
+            yield from inside_of((VARIABLE, variable.name), value)
         for path, child in [*layer.named_modules(prefix=self._paths.get(layer, "")), *self._outside]:
-            yield from _of_module(path, child)
+            yield from of_module(path, child)
         for child in layer.modules():
-            yield from _of_hooks(self._paths.get(child, ""), child)
+            yield from of_hooks(self._paths.get(child, ""), child)
 
 
 class Before:
@@ -119,17 +124,23 @@ class Before:
     def __init__(self, containers: dict[Place, Any], given: dict[Place, Any]) -> None:
         self._containers, self._given = containers, given
         self._held = {place: _copy(container) for place, container in containers.items()}
+        self._held_by_caller = {place: _copy(container) for place, container in given.items()}
 
     def found(self) -> list[LeftValue]:
         """The values that have been put there since; those in arguments are in the caller's containers from here on."""
+        given = {place: container for place, container in self._given.items() if place in self._containers}
+        copied = [place for place, container in given.items() if self._containers[place] is not container]
+        taken = [each for place in copied for each in _taken(place, self._containers[place], self._held[place])]
+        rewritten = {each.place for each in taken if each.key == REWRITTEN}
         left = [
             LeftValue(place, key, value)
             for place, container in self._containers.items()
+            if place not in rewritten
             for key, value in _news(container, self._held[place])
-            if _is_plain(value)
         ]
-        if copied := {place for place in self._given if self._containers.get(place) is not self._given[place]}:
-            self._containers |= self._given
+        left = [each for each in (*left, *taken) if _is_plain(each.value)]
+        if copied:
+            self._containers |= given
             self.put(each for each in left if each.place in copied)
         return left
 
@@ -144,10 +155,13 @@ class Before:
             container = self._containers.get(place)
             if container is None:
                 continue  # a container that the layer itself makes: it comes as a whole
+            if key in TAKEN:
+                _take(container, key, value, self._held_by_caller.get(place, ()))
+                continue
             if key is not None:
                 if isinstance(container, dict) or key < len(container):
                     container[key] = value
-                if place[1:] == (_BUFFER,):  # until now it may have been an attribute, which would hide the buffer
+                if place[1:] == (BUFFER,):  # until now it may have been an attribute, which would hide the buffer
                     self._containers.get(place[:1], {}).pop(key, None)
             elif (number := _index(container, before)) is not None:
                 container[number] = value
@@ -198,6 +212,32 @@ class Before:
 _NOTHING = object()
 
 
+def _taken(place: Place, container: Any, before: Any) -> Iterator[LeftValue]:
+    """What the layer has taken out of a container that it was given: keys, or a list of what is there instead."""
+    if isinstance(before, dict):
+        if gone := [key for key in before if key not in container and isinstance(key, PLAIN)]:
+            yield LeftValue(place, REMOVED, gone)
+    elif not isinstance(before, int) and not _is_longer(container, before):
+        numbers = {id(value): number for number, value in enumerate(before)}
+        kept = [(numbers.get(id(value)), None if id(value) in numbers else value) for value in container]
+        yield LeftValue(place, REWRITTEN, kept)
+
+
+def _is_longer(container: Any, before: Any) -> bool:
+    return len(container) >= len(before) and all(map(operator.is_, container, before))
+
+
+def _take(container: Any, key: str, value: Any, before: Any) -> None:
+    """Do to a container what `_taken` says of another one, by what was in it before."""
+    if key == REMOVED:
+        for each in value:
+            container.pop(each, None)
+        return
+    old = list(before)
+    container.clear()
+    container.extend(each if number is None else old[number] for number, each in value)
+
+
 def _or_nothing(old: Iterable[Any]) -> Iterator[Any]:
     yield from old
     while True:
@@ -227,7 +267,7 @@ def _news(container: Any, before: Any) -> Iterator[tuple[Any, Any]]:
         for key, value in container.items():
             if key in before and _is_same(before[key], value):
                 continue
-            if isinstance(key, _PLAIN) and key is not None and key not in _TABLES and not _is_derived(container, key):
+            if isinstance(key, PLAIN) and key is not None and key not in TABLES and not _is_derived(container, key):
                 yield key, value
         return
     length = before if isinstance(before, int) else len(before)
@@ -241,7 +281,7 @@ def _news(container: Any, before: Any) -> Iterator[tuple[Any, Any]]:
 def _is_same(first: Any, second: Any) -> bool:
     if first is second:
         return True
-    return isinstance(first, _PLAIN) and type(first) is type(second) and bool(first == second)
+    return isinstance(first, PLAIN) and type(first) is type(second) and bool(first == second)
 
 
 def _is_derived(container: dict[Any, Any], key: Any) -> bool:
@@ -252,89 +292,4 @@ def _is_derived(container: dict[Any, Any], key: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     """Whether another rank can be given it: plain tensors, numbers and text."""
     leaves = tree_leaves(value)
-    return all(type(leaf) in (Tensor, Placeholder) or isinstance(leaf, _PLAIN) for leaf in leaves)
-
-
-# Where to look -------------------------------------------------------------------------------------------------------
-
-
-def _of_arguments(values: Any) -> Iterator[tuple[Place, Any]]:
-    """The containers among arguments, but for the tuple and the dictionary of the call itself."""
-    for by in values:
-        for name, value in by.items() if isinstance(by, dict) else enumerate(by):
-            yield from _inside((_ARGUMENT, str(name)), value)
-
-
-def _of_module(path: str, module: nn.Module) -> Iterator[tuple[Place, Any]]:
-    attributes = vars(module)
-    yield (path,), attributes
-    if isinstance(attributes["_buffers"], dict):  # TorchScript's modules have another table
-        yield (path, _BUFFER), attributes["_buffers"]
-    for name, value in attributes.items():
-        if name not in _TABLES:
-            yield from _inside((path, name), value)
-
-
-def _inside(place: Place, value: Any, depth: int = 0) -> Iterator[tuple[Place, Any]]:
-    """The containers in a value, and in attributes of the user's objects there."""
-    if depth == DEEPEST or isinstance(value, (Tensor, *_PLAIN)):
-        return
-    if type(value) in (*_DICTS, *_LISTS, tuple):
-        if type(value) is not tuple:
-            yield place, value
-        if len(value) <= MOST_ENTRIES:
-            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-                yield from _inside((*place, str(key)), each, depth + 1)
-    elif _has_state(value):
-        yield (*place, "attributes"), vars(value)
-        for name, each in vars(value).items():
-            yield from _inside((*place, name), each, depth + 1)
-
-
-_kinds: dict[type, bool] = {}
-
-
-def _has_state(value: Any) -> bool:
-    """As `has_state`, which looks at the class only, and is asked here at each call of a layer."""
-    kind = type(value)
-    if kind not in _kinds:
-        _kinds[kind] = has_state(value)
-    return _kinds[kind]
-
-
-def _of_hooks(path: str, module: nn.Module) -> Iterator[tuple[Place, Any]]:
-    """Containers into which forward hooks of the user's may write: the variables that their code sees."""
-    for number, hook in enumerate([*module._forward_pre_hooks.values(), *module._forward_hooks.values()]):
-        if is_of_user(hook):
-            for name, value in _seen_by(hook):
-                if not isinstance(value, nn.Module):
-                    yield from _inside((f"hook {number} of {path}", name), value)
-
-
-def is_of_user(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is the user's, and no framework's."""
-    inner: Any = hook
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    name = getattr(inner, "__module__", None) or type(inner).__module__
-    return name.partition(".")[0] not in FRAMEWORKS
-
-
-def _seen_by(hook: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(hook, functools.partial):
-        yield from ((f"argument {number}", value) for number, value in enumerate(hook.args))
-        yield from hook.keywords.items()
-        yield from _seen_by(hook.func)
-        return
-    yield "self", getattr(hook, "__self__", hook)
-    function = getattr(hook, "__func__", hook)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # nothing was put there so far
-            continue
-    yield from ((f"default {number}", value) for number, value in enumerate(function.__defaults__ or ()))
-    yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
+    return all(type(leaf) in (Tensor, Placeholder) or isinstance(leaf, PLAIN) for leaf in leaves)

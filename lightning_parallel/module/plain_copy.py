@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -18,8 +19,8 @@ from lightning_parallel.ranks.dtensors import local_of
 
 _VALUES = (bool, int, float, str, type(None))
 _PLAIN = (*_VALUES, *CONTAINERS)
-_WRAPPERS = 8
-"""Functions that wrap one another, of which the copy has its own."""
+_REBOUND = (FunctionType, MethodType, partial, tuple, list, dict)
+"""What leads from a function to objects of the module."""
 
 
 class NotCopyableError(Exception):
@@ -61,8 +62,9 @@ class PlainCopy:
             self._copy: nn.Module = copy.deepcopy(module, memo)
         except Exception as error:
             raise NotCopyableError(f"it cannot be copied: {type(error).__name__}: {error}") from error
+        rebound: dict[int, tuple[Any, Any]] = {}
         for child in self._copy.modules():
-            _rebind_functions(child, memo)
+            _rebind_functions(child, memo, rebound)
         self._noted: dict[str, dict[str, Any]] = {}
         self._norms: dict[str, float] = {}
 
@@ -167,7 +169,7 @@ class PlainCopy:
                         raise NotCopyableError(f"its attribute {name!r} cannot be copied: {error}") from error
 
 
-def _rebind_functions(child: nn.Module, copies: Mapping[int, Any]) -> None:
+def _rebind_functions(child: nn.Module, copies: Mapping[int, Any], rebound: dict[int, tuple[Any, Any]]) -> None:
     """Let functions on a copied module, its hooks among them, refer to copies where they refer to what was copied.
 
     `copy.deepcopy` copies methods together with their object, but takes functions for constants: a hook that fills a
@@ -175,59 +177,83 @@ def _rebind_functions(child: nn.Module, copies: Mapping[int, Any]) -> None:
     """
     for name, value in vars(child).items():
         if isinstance(value, FunctionType):
-            vars(child)[name] = _rebound(value, copies)
+            vars(child)[name] = _rebound(value, copies, rebound)
         elif isinstance(value, dict):
             functions = {key: each for key, each in value.items() if isinstance(each, FunctionType)}
             for key, function in functions.items():
-                dict.__setitem__(value, key, _rebound(function, copies))  # also where its own methods refuse changes
+                twin = _rebound(function, copies, rebound)
+                dict.__setitem__(value, key, twin)  # also where its own methods refuse changes
 
 
-def _rebound(function: FunctionType, copies: Mapping[int, Any], depth: int = 0) -> FunctionType:
-    """The same function with copies in its closure and defaults; itself, if there are none."""
-    cells, defaults, by_name = function.__closure__ or (), function.__defaults__ or (), function.__kwdefaults__ or {}
-    closure = tuple(_rebound_cell(cell, copies, depth) for cell in cells)
-    own = [_copy_of(each, copies, depth) for each in defaults]
-    own_by_name = {name: _copy_of(each, copies, depth) for name, each in by_name.items()}
-    pairs = [*zip(cells, closure, strict=True), *zip(defaults, own, strict=True)]
-    if all(a is b for a, b in pairs) and all(by_name[name] is own_by_name[name] for name in by_name):
-        return function
-    twin = FunctionType(function.__code__, function.__globals__, function.__name__, tuple(own) or None, closure)
-    twin.__kwdefaults__ = own_by_name or None
-    twin.__dict__.update(vars(function))
+def _rebound(held: Any, copies: Mapping[int, Any], rebound: dict[int, tuple[Any, Any]]) -> Any:
+    """What a function holds, or itself, where that leads to copied objects: to their copies instead.
+
+    Args:
+        held: A function, a method, a container, or anything else.
+        copies: Number of an object by `id` -> its copy.
+        rebound: The same -> what was held, and what is in its place; filled.
+    """
+    if id(held) in copies:
+        return copies[id(held)]
+    if id(held) in rebound:
+        return rebound[id(held)][1]
+    if not isinstance(held, _REBOUND) or not _leads_to(held, copies):
+        return held
+    again = partial(_rebound, copies=copies, rebound=rebound)
+    twin: Any
+    if isinstance(held, MethodType):
+        return MethodType(again(held.__func__), again(held.__self__))  # a new object each time that it is read
+    if isinstance(held, FunctionType):
+        cells = tuple(CellType() for _ in held.__closure__ or ())
+        twin = FunctionType(held.__code__, held.__globals__, held.__name__, None, cells)
+        rebound[id(held)] = held, twin  # before what it holds, which may be itself
+        for cell, own in zip(held.__closure__ or (), cells, strict=True):
+            with contextlib.suppress(ValueError):  # a variable that has no value yet
+                own.cell_contents = again(cell.cell_contents)
+        twin.__defaults__ = held.__defaults__ and tuple(map(again, held.__defaults__))
+        twin.__kwdefaults__ = held.__kwdefaults__ and {name: again(each) for name, each in held.__kwdefaults__.items()}
+        twin.__dict__.update(vars(held))
+        return twin
+    if isinstance(held, partial):
+        twin = partial(again(held.func), *map(again, held.args), **{k: again(v) for k, v in held.keywords.items()})
+    elif isinstance(held, tuple):
+        twin = tuple(map(again, held))
+    elif isinstance(held, list):
+        rebound[id(held)] = held, (twin := [])
+        twin.extend(map(again, held))
+    else:
+        rebound[id(held)] = held, (twin := {})
+        twin.update((key, again(each)) for key, each in held.items())
+    rebound[id(held)] = held, twin
     return twin
 
 
-def _rebound_cell(cell: CellType, copies: Mapping[int, Any], depth: int) -> CellType:
-    try:
-        held = cell.cell_contents
-    except ValueError:  # a variable that has no value yet
-        return cell
-    copied = _copy_of(held, copies, depth)
-    return cell if copied is held else CellType(copied)
+def _leads_to(held: Any, copies: Mapping[int, Any]) -> bool:
+    """Whether functions, methods and containers lead from an object to one that was copied."""
+    seen, waiting = {id(held): held}, [held]
+    while waiting:
+        for each in _held_by(waiting.pop()):
+            if id(each) in copies:
+                return True
+            if isinstance(each, _REBOUND) and id(each) not in seen:
+                seen[id(each)] = each
+                waiting.append(each)
+    return False
 
 
-def _copy_of(held: Any, copies: Mapping[int, Any], depth: int) -> Any:
-    """The copy of what a function holds: an object, its method, or a function that holds some, as wrappers do."""
-    if id(held) in copies:
-        return copies[id(held)]
-    if isinstance(held, MethodType) and id(held.__self__) in copies:
-        return MethodType(held.__func__, copies[id(held.__self__)])
-    if depth == _WRAPPERS or (isinstance(held, tuple | list | dict) and len(held) > MOST_ENTRIES):
-        return held  # one may hold itself; what has many entries is data
-    inner = partial(_copy_of, copies=copies, depth=depth + 1)
-    if isinstance(held, FunctionType):
-        return _rebound(held, copies, depth + 1)
-    if type(held) is partial:
-        func, args, by_name = inner(held.func), inner(held.args), inner(held.keywords)
-        is_own = func is not held.func or args is not held.args or by_name is not held.keywords
-        return partial(func, *args, **by_name) if is_own else held
-    if type(held) in (tuple, list):
-        own = [inner(each) for each in held]
-        return type(held)(own) if any(a is not b for a, b in zip(own, held, strict=True)) else held
-    if type(held) is dict:
-        by_key = {key: inner(each) for key, each in held.items()}
-        return by_key if any(by_key[key] is not each for key, each in held.items()) else held
-    return held
+def _held_by(held: Any) -> Iterator[Any]:
+    if isinstance(held, MethodType):
+        yield from (held.__func__, held.__self__)
+    elif isinstance(held, FunctionType):
+        for cell in held.__closure__ or ():
+            with contextlib.suppress(ValueError):
+                yield cell.cell_contents
+        yield from held.__defaults__ or ()
+        yield from (held.__kwdefaults__ or {}).values()
+    elif isinstance(held, partial):
+        yield from (held.func, *held.args, *held.keywords.values())
+    elif type(held) in (tuple, list, dict) and len(held) <= MOST_ENTRIES:  # what has more is data
+        yield from held.values() if isinstance(held, dict) else held
 
 
 def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.module.given_containers import giving_back
 from lightning_parallel.module.layer_stacks import owner_of
 
 _ROOT = ""
@@ -37,7 +38,9 @@ def gather_in_steps(module: nn.Module, units: Sequence[str], step_methods: Seque
         for method in ("forward", *step_methods) if path == _ROOT else _own_methods(unit):
             # What a training step writes goes into the shards, or is refused (`step_writes.py`).
             refuse = None if method == _TRAINING else _refuse_writes
-            _torch.fsdp.gather_around(unit, method, unit, takes_batch=method in step_methods, refuse=refuse)
+            _torch.fsdp.gather_around(
+                unit, method, unit, takes_batch=method in step_methods, refuse=refuse, note=giving_back
+            )
 
 
 def gather_around_parts(
@@ -85,7 +88,7 @@ def gather_outside_of_schedule(
 
 def _gather_unless(unless: Callable[[], bool], holder: nn.Module, method: str, unit: nn.Module) -> None:
     own = getattr(holder, method)
-    _torch.fsdp.gather_around(holder, method, unit, refuse=_refuse_writes)
+    _torch.fsdp.gather_around(holder, method, unit, refuse=_refuse_writes, note=giving_back)
     gathered = vars(holder)[method]
 
     @functools.wraps(own)

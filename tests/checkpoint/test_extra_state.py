@@ -12,7 +12,7 @@ import torch
 
 from lightning_parallel import full_state_dict
 from tests.data import batches
-from tests.models.extra_state import Counts
+from tests.models.extra_state import Counts, OfMeasures, OfVersions
 from tests.parity import TOLERANCE, Recorder, largest, once, trainer_for
 
 FORMS = "whole", "sharded"
@@ -58,3 +58,22 @@ def test_extra_state_is_that_of_the_rank_that_runs_a_layer(
             assert largest([(ours[entry] - value).abs().max()]) < TOLERANCE
         else:
             assert str(ours[entry]) == str(value), entry
+
+
+def states_behind(make: Any, strategy: str, num_ranks: int) -> list[Any]:
+    L.seed_everything(3, verbose=False)
+    module = make()
+    trainer_for(strategy, num_ranks).fit(module, batches("byte_gpt", 1, 2))
+    return [block.get_extra_state() for block in module.model.blocks]
+
+
+@pytest.mark.parametrize("make", [OfVersions, OfMeasures])
+def test_extra_state_that_is_not_set_and_one_that_reads_weights(ranks: Any, make: Any) -> None:
+    expected = once(states_behind, make, "auto", 1)
+    for found in ranks(2).run(states_behind, make, "pp_custom", 2):
+        assert [str(state.get("scales")) for state in found] == [str(state.get("scales")) for state in expected]
+        for key in ("version", "has_run", "norm"):
+            values = [state.get(key) for state in expected]
+            assert [state.get(key) for state in found] == (
+                pytest.approx(values) if key == "norm" and values[0] else values
+            )

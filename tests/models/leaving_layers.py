@@ -133,6 +133,38 @@ LEAVING: dict[str, type[LeavesLosses]] = {
 }
 
 
+def _hand_on(layer: Any, loss: Any, states: dict[str, Any]) -> None:
+    states["loss"] = states.pop("other", 0.0) + loss
+    states["other"] = 0.5 * states.pop("last", 0.0) + loss
+    if len(states) < 3:
+        states["last"] = 2 * loss
+
+
+LEAVING["popped"] = leaving(
+    lambda layer, loss, losses: losses.append((losses.pop() if losses else 0.0) + loss),
+    lambda _: ([],),
+    lambda _, losses: sum(losses) * len(losses),
+)
+LEAVING["popped_of_two"] = leaving(
+    lambda layer, loss, losses: losses.extend((loss, losses.pop(0), 2 * losses.pop(0) + loss)),
+    lambda _: ([0.5, 1.0],),
+    lambda _, losses: sum(losses) + 0.1 * len(losses),
+)
+LEAVING["popped_by_key"] = leaving(
+    _hand_on, lambda _: ({},), lambda _, states: sum(states.values()) + 0.1 * len(states)
+)
+LEAVING["twice"] = leaving(
+    lambda layer, loss, losses, same: (losses.append(loss), same.append(2 * loss)),
+    lambda module: (module.losses.clear(), (module.losses, module.losses))[1],
+    lambda module, *_: sum(module.losses) + 0.1 * len(module.losses),
+)
+LEAVING["long"] = leaving(
+    lambda layer, loss, losses: losses.append(loss),
+    lambda _: ([0.0] * 4095,),
+    lambda _, losses: sum(losses) + 0.001 * len(losses),
+)
+
+
 class OfFile(LeavesLosses):
     """Layers append to a list of their file, and add to a context variable."""
 

@@ -104,3 +104,23 @@ def test_copies_of_weights_may_be_buffers(ranks: Any, name: str) -> None:
     size = num_ranks(name)
     found = ranks(size).run(kept_weights, checked(name), size)[0]
     assert worst(found, once(kept_weights, "auto", 1)) < TOLERANCE
+
+
+class KnowsByOtherNames(ByteGPT):
+    """Refers to its parts by further attributes."""
+
+    def on_train_epoch_start(self) -> None:
+        self.current = self.model.head
+        self.last = self.model.blocks[-1]
+
+
+@pytest.mark.parametrize("name", ["fsdp_custom", "tp_custom", "pp_custom"])
+def test_further_names_of_parameters_are_no_others(ranks: Any, name: str) -> None:
+    assert worst(ranks(2).run(further_names, name, 2)[0], once(further_names, "auto", 1)) < TOLERANCE
+
+
+def further_names(strategy: str, num_ranks: int) -> Outcome:
+    loader = batches("byte_gpt", num_readers(strategy, num_ranks))
+    outcome = train_module(KnowsByOtherNames, loader, strategy, num_ranks)
+    outcome.final = {name: value for name, value in outcome.final.items() if name.startswith("model.")}
+    return outcome

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_parallel.errors import ConfigurationError
-from lightning_parallel.module.given_containers import GivenContainers, has_containers
+from lightning_parallel.module.given_containers import GivenContainers, has_containers, is_of_words
 from lightning_parallel.module.layer_check import Difference, Wording
 from lightning_parallel.module.layer_run import HIDDEN_STATES
 from lightning_parallel.techniques.context.attention import SplitAttention
@@ -165,7 +165,9 @@ def refusing_changes(path: str, layer: nn.Module, given: Any, used: Any) -> Iter
     """
     containers = GivenContainers(given, used) if has_containers(given) else None
     yield
-    if containers is not None and (kinds := containers.changed_kinds()):
+    if containers is None:
+        return
+    if kinds := containers.changed(lambda own, news: not is_of_words(own, news)):
         raise ConfigurationError(
             [
                 f"{_name(path, layer)} changes an argument, a {' and a '.join(kinds)}, in which it puts what a rank "
@@ -173,6 +175,7 @@ def refusing_changes(path: str, layer: nn.Module, given: Any, used: Any) -> Iter
                 "balances experts, or give context=1"
             ]
         )
+    containers.give_back()
 
 
 def attention_violations(

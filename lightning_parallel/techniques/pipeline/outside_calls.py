@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_parallel.module.given_containers import GivenContainers, has_containers
 from lightning_parallel.module.kv_cache import is_cache
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.techniques.pipeline.turns import Turns
@@ -56,8 +57,13 @@ class OutsideCalls:
         self, index: int, layer: nn.Module, run: Callable[..., Any], forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Return what a layer returns, on every rank: a `CallOfLayer`. A collective of the pipeline."""
-        args, kwargs = self.shared((args, kwargs))
-        return self._turns.call(index, layer, run, forward, args, kwargs)
+        given = args, kwargs
+        used = self.shared(given)
+        containers = GivenContainers(given, used) if has_containers(given) else None
+        result = self._turns.call(index, layer, run, forward, *used)
+        if containers is not None:
+            containers.give_back()
+        return result
 
     @torch.no_grad()
     def shared(self, values: Any) -> Any:

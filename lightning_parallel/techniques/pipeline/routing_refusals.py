@@ -87,7 +87,7 @@ def counting(path: str, name: str) -> str:
         name: What it changes.
     """
     return (
-        f"{path}, or a hook in it, changes {name}, a number, in each run, and would do so for each microbatch; give "
+        f"{path}, or a hook in it, changes {name} in each run, and would do so for each microbatch; give "
         "schedule='turns' or pipeline=1"
     )
 

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_parallel.module.left_values import Before, LeftValue, LeftValues
+from lightning_parallel.module.given_containers import has_containers
+from lightning_parallel.module.left_values import TAKEN, Before, LeftValue, LeftValues
 from lightning_parallel.module.placeholders import PlaceholderWriteError, placeholders_in
 from lightning_parallel.techniques.pipeline.carried import CarriedResults
 from lightning_parallel.techniques.pipeline.routing_refusals import counting, writing
@@ -60,11 +61,14 @@ class RunLeavings:
             used: Its arguments, by position and by name.
             given: As the step has given them.
         """
-        if not self._carried.takes_left(index):
+        if not self._carried.takes_left(index) and not has_containers(given):
             return run(*used)
         before = self._left_values.before(layer, used, given)
         result = run(*used)
-        self.note(index, before, before.found())
+        left = before.found()
+        if taken := [each.name for each in left if each.key in TAKEN]:
+            raise DisorderError([counting(self._paths[index], taken[0])])
+        self.note(index, before, left)
         return result
 
     def note(self, index: int, before: Before, left: list[LeftValue]) -> None:
@@ -93,6 +97,7 @@ class RunLeavings:
             raise DisorderError([counting(self._paths[index], inferred.counted[0])])
         if inferred.left:
             self.note(index, *inferred.left)
+            inferred.left = None  # it would hold the step's own lists until the next one
 
     def end(self, replace: Callable[[Any], Any], *, is_end: bool, is_joined: bool) -> None:
         """Let layers of this rank go on with their own values, and hooks find those of the whole batch.

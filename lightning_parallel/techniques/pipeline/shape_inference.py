@@ -14,7 +14,8 @@ from lightning_parallel.module.dry_run import side_effects_undone
 from lightning_parallel.module.hidden_states import hidden_in, with_hidden
 from lightning_parallel.module.kept_state import KeptState
 from lightning_parallel.module.kv_cache import is_cache
-from lightning_parallel.module.left_values import Before, LeftValue, LeftValues, is_of_user
+from lightning_parallel.module.left_places import is_of_user
+from lightning_parallel.module.left_values import TAKEN, Before, LeftValue, LeftValues
 from lightning_parallel.module.own_counts import OwnCounts
 from lightning_parallel.module.placeholders import (
     is_placeholder,
@@ -82,7 +83,9 @@ class InferredShapes:
                 found = before.found()
                 inside = [] if own is None else _counted_again(own, layer, forward, args, kwargs)
             left = [each for each in found if placeholders_in(each.value)]
-            self.counted = [each.name for each in found if each.counts and not each.is_inside(path)]
+            self.counted = [
+                each.name for each in found if each.key in TAKEN or (each.counts and not each.is_inside(path))
+            ]
             self.counted += [f"{path}.{name}" for name in inside]
             if left:
                 self._leaving.add(index)

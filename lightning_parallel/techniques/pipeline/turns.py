@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_parallel.errors import ConfigurationError
+from lightning_parallel.module.given_containers import GivenContainers, has_containers, is_record
 from lightning_parallel.module.hidden_states import ENDS_LAYER
 from lightning_parallel.module.kv_cache import is_cache
 from lightning_parallel.module.layer_logs import LayerLogs, LoggedValue
@@ -118,9 +119,12 @@ class Turns:
                 self._left_values.before(layer, given, given).put(left)
             return result
         before = self._left_values.before(layer, (args, kwargs), given)
+        containers = GivenContainers(given, (args, kwargs)) if has_containers(given) else None
         with drawing_aside(index) as has_drawn, self._logs.taken() as logged:
             result = self._checkpoints.run(run, args, kwargs)
             draws = has_drawn()
+        if containers is not None and (kinds := containers.changed(_has_slots)):
+            raise ConfigurationError([_SLOTS.format(self._paths[index], " and ".join(kinds))])
         own = before.found()
         result, left = self._publish(owner, inputs, leaves, result, own, draws=draws, logged=logged)
         before.put(left, old=[each.value for each in own])
@@ -292,6 +296,10 @@ def _in_words(leaf: Any, known: list[Any]) -> tuple[bool, Any]:
     return is_known, place if is_known else leaf
 
 
+def _has_slots(container: Any, _: list[Any]) -> bool:
+    return is_record(container) and not hasattr(container, "__dict__")
+
+
 def _advance(draws: bool) -> None:
     """Let the stream that all ranks share go on where a layer has drawn: the next one draws other numbers."""
     if draws:
@@ -301,6 +309,11 @@ def _advance(draws: bool) -> None:
 def _device_of(leaves: list[Any]) -> torch.device:
     return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
 
+
+_SLOTS = (
+    "{} changes an argument, a {} with slots, of which other pipeline stages have their own; let the layer return "
+    "another one, leave out slots=True, or give pipeline=1"
+)
 
 _FOREIGN = (
     "{} is given something that depends on {}, a parameter of a layer that only another pipeline stage has; compute it "
