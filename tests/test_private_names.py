@@ -28,7 +28,9 @@ FOREIGN = ("torch", "lightning", "torchmetrics")
 
 FSDP, LOOPS = "torch.distributed.fsdp._fully_shard.", "lightning.pytorch.loops."
 CONNECTORS = "lightning.pytorch.trainer.connectors."
+STATE, UNIT = f"{FSDP}_fsdp_state.FSDPState", f"{FSDP}_fully_shard.FSDPModule"
 RECEIVERS: dict[str, dict[str, str]] = {
+    "_torch/unit_calls.py": {"layer": "torch.nn.Module", "state": STATE, "unit": UNIT},
     "_torch/fsdp.py": {
         "context": f"{FSDP}_fsdp_state.FSDPStateContext",
         "group": f"{FSDP}_fsdp_param_group.FSDPParamGroup",

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel._torch.unit_arguments import Note
-from lightning_parallel._torch.unit_parameters import GatheredWrites, gathered_of, parameter_groups
+from lightning_parallel._torch.unit_parameters import gathered_of, parameter_groups
 
 _WIDENS_APART = not isinstance(vars(FSDPParam).get("unsharded_accumulated_grad"), property)
 """Whether unreduced gradients are summed, in the reduce dtype, in a tensor of their own.
@@ -208,61 +207,6 @@ def forget_sharding(module: nn.Module) -> None:
     _composable_state._module_state_mapping.pop(module, None)
 
 
-def gather_around(
-    holder: Any,
-    method: str,
-    unit: nn.Module,
-    *,
-    takes_batch: bool = False,
-    refuse: Callable[[str], NoReturn] | None = None,
-    note: Note | None = None,
-) -> None:
-    """Gather the parameters of `unit` while ``holder.method`` runs.
-
-    `register_fsdp_forward_method` (public) does this for methods that are never called from within `forward`. These
-    may be, and a nested call must not free what its caller still needs. `FSDPState._pre_forward` and `_is_root`, since
-    2.4.
-
-    Args:
-        holder: The object whose method is replaced.
-        method: Its name.
-        unit: The sharded unit.
-        takes_batch: Whether it is given what Lightning has moved. torch would move what was left on the host, too.
-        refuse: Ends a call that has written into gathered parameters, given the method; without, another keeps it.
-        note: As of `note_arguments`.
-    """
-    module = unit
-    assert isinstance(unit, FSDPModule)
-    original = getattr(holder, method)
-    state = unit._get_fsdp_state()
-    idle = type(state._training_state).IDLE
-    calls = itertools.count(1)
-
-    @functools.wraps(original)
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        # Gathered by a caller already, who will free the parameters. The compiler looks into layers only, which are.
-        if torch.compiler.is_compiling() or state._training_state != idle:
-            return original(*args, **kwargs)
-        behind = None
-        if takes_batch or not (args or kwargs):
-            state._pre_forward(unit, (None,), {})  # on GPUs, torch 2.11 cannot move what is empty
-        else:
-            given, (args, kwargs) = (args, kwargs), state._pre_forward(unit, args, kwargs)
-            behind = note(given, (args, kwargs)) if note is not None else None
-        writes = None if refuse is None else GatheredWrites(unit)
-        result = original(*args, **kwargs)
-        changed = writes is not None and writes.have_happened(next(calls))
-        after = functools.partial(state._post_forward, unit, args)
-        result = after(result) if behind is None else behind(after, result)
-        if state._is_root and not takes_batch:
-            _reshard_all(module)  # it is no step, after which torch leaves some units as they are: hooks see shards
-        if changed and refuse is not None:
-            refuse(method)
-        return result
-
-    vars(holder)[method] = gathered  # past the `__setattr__` of compiled modules, which hand it on
-
-
 def leave_where_it_is(holder: nn.Module) -> None:
     """Let ``holder.to(device)``, ``holder.float()`` and the like do nothing where they would change no tensor of it.
 
@@ -278,12 +222,6 @@ def leave_where_it_is(holder: nn.Module) -> None:
         return holder if is_idle else original(fn, *args, **kwargs)
 
     vars(holder)["_apply"] = applied
-
-
-def _reshard_all(module: nn.Module) -> None:
-    for inner in module.modules():
-        if isinstance(inner, FSDPModule):
-            inner.reshard()
 
 
 CAN_REDUCE_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")

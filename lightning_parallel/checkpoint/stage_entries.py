@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_parallel.errors import ConfigurationError
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.ranks.dtensors import whole_on_host
 from lightning_parallel.ranks.stage_owners import StageOwners, all_stage_owners, broadcast_object
@@ -79,7 +80,7 @@ def take_extra_states_of_stages(module: nn.Module) -> None:
         raise failed
     for rank, (states, problem) in enumerate(found):
         if problem:
-            raise RuntimeError(f"get_extra_state has failed on rank {rank} of the pipeline: {problem}")
+            raise ConfigurationError([_FAILED.format(rank, problem)])
         for path, state in states.items() if rank != group.rank() else ():
             have_one[path].set_extra_state(state)
 
@@ -112,3 +113,9 @@ def _has_memory(tensor: Tensor) -> bool:
 
 def _on_host(tensor: Tensor) -> Tensor:
     return whole_on_host(tensor.detach())
+
+
+_FAILED = (
+    "get_extra_state of a layer has failed behind the fit on rank {} of the pipeline, with {}; let it read what "
+    "the layer has on each rank, or give another strategy than a pipeline"
+)

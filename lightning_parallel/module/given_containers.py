@@ -91,7 +91,7 @@ class GivenContainers:
 
 
 def giving_back(given: Any, used: Any) -> Callable[[Callable[[Any], Any], Any], Any] | None:
-    """What has to run behind a layer, around what runs there anyway; ``None`` if that alone has to.
+    """A function to run behind a layer, around what runs there anyway; ``None`` if that alone has to.
 
     Args:
         given: Arguments.

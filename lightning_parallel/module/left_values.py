@@ -213,7 +213,7 @@ _NOTHING = object()
 
 
 def _taken(place: Place, container: Any, before: Any) -> Iterator[LeftValue]:
-    """What the layer has taken out of a container that it was given: keys, or a list of what is there instead."""
+    """Keys that the layer has taken out of a container that it was given, or all that is in a list instead."""
     if isinstance(before, dict):
         if gone := [key for key in before if key not in container and isinstance(key, PLAIN)]:
             yield LeftValue(place, REMOVED, gone)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_parallel.module.placeholders import is_placeholder
 
@@ -41,7 +40,7 @@ class OwnCounts:
 def _numbers(layer: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, child in layer.named_modules():
-        if isinstance(child, _NormBase):
+        if "running_mean" in child._buffers:  # of a norm
             continue
         start = f"{path}." if path else ""
         found |= {start + name: value for name, value in vars(child).items() if type(value) in (int, float)}

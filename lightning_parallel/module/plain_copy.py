@@ -20,7 +20,7 @@ from lightning_parallel.ranks.dtensors import local_of
 _VALUES = (bool, int, float, str, type(None))
 _PLAIN = (*_VALUES, *CONTAINERS)
 _REBOUND = (FunctionType, MethodType, partial, tuple, list, dict)
-"""What leads from a function to objects of the module."""
+"""Kinds of objects that lead from a function to those of the module."""
 
 
 class NotCopyableError(Exception):
@@ -186,7 +186,7 @@ def _rebind_functions(child: nn.Module, copies: Mapping[int, Any], rebound: dict
 
 
 def _rebound(held: Any, copies: Mapping[int, Any], rebound: dict[int, tuple[Any, Any]]) -> Any:
-    """What a function holds, or itself, where that leads to copied objects: to their copies instead.
+    """An object that a function holds, or itself, where that leads to copied objects: to their copies instead.
 
     Args:
         held: A function, a method, a container, or anything else.

@@ -38,7 +38,7 @@ def gather_in_steps(module: nn.Module, units: Sequence[str], step_methods: Seque
         for method in ("forward", *step_methods) if path == _ROOT else _own_methods(unit):
             # What a training step writes goes into the shards, or is refused (`step_writes.py`).
             refuse = None if method == _TRAINING else _refuse_writes
-            _torch.fsdp.gather_around(
+            _torch.unit_calls.gather_around(
                 unit, method, unit, takes_batch=method in step_methods, refuse=refuse, note=giving_back
             )
 
@@ -88,7 +88,7 @@ def gather_outside_of_schedule(
 
 def _gather_unless(unless: Callable[[], bool], holder: nn.Module, method: str, unit: nn.Module) -> None:
     own = getattr(holder, method)
-    _torch.fsdp.gather_around(holder, method, unit, refuse=_refuse_writes, note=giving_back)
+    _torch.unit_calls.gather_around(holder, method, unit, refuse=_refuse_writes, note=giving_back)
     gathered = vars(holder)[method]
 
     @functools.wraps(own)
@@ -108,7 +108,7 @@ def gather_while_running(holder: object, method: str, module: nn.Module) -> None
     """
     if isinstance(module, FSDPModule):
         # Who runs the method looks for what it writes.
-        _torch.fsdp.gather_around(holder, method, module, takes_batch=True)
+        _torch.unit_calls.gather_around(holder, method, module, takes_batch=True)
 
 
 def gather_in_method(module: nn.Module, units: Sequence[str], method: str) -> None:
@@ -123,7 +123,7 @@ def gather_in_method(module: nn.Module, units: Sequence[str], method: str) -> No
     owner = owner_of(f"{path}." if path else "x", units)
     if owner is not None:
         unit = module.get_submodule(owner)
-        _torch.fsdp.gather_around(module.get_submodule(path), name, unit, refuse=_refuse_writes)
+        _torch.unit_calls.gather_around(module.get_submodule(path), name, unit, refuse=_refuse_writes)
 
 
 def _forwards(part: nn.Module) -> Iterator[str]:

@@ -174,7 +174,7 @@ def finish_sharding(module: nn.Module, plan: ShardingPlan) -> None:
         if path == ROOT:
             _torch.fsdp.drop_forward_hooks(unit)
         else:
-            _torch.unit_arguments.note_arguments(unit, giving_back)
+            _torch.unit_calls.note_arguments(unit, giving_back)
 
 
 def reshard_units(module: nn.Module) -> None:

@@ -181,8 +181,7 @@ class _Part:
         attention: SplitAttention,
     ) -> Any:
         """The layer's result of a part of hidden states, and of whole other arguments."""
-        sequences = self.stack.sequences
-        length = self._whole_length(hidden)
+        sequences, length = self.stack.sequences, self._whole_length(hidden)
         cut = functools.partial(cut_argument, rule=attention.rule, sequences=sequences, length=length, hidden=hidden)
         given, args = (args, kwargs), tuple(_map_named(cut, "", value) for value in args)
         kwargs = {name: _map_named(cut, name, value) for name, value in kwargs.items()}
@@ -196,9 +195,8 @@ class _Part:
             return forward(hidden, *args, **kwargs)
 
     def _attention(self, layer: nn.Module, part: Tensor, rule: CutRule) -> SplitAttention:
-        sequences = self.stack.sequences
-        tables = PartOfTables(layer, sequences, self._whole_length(part))
-        return SplitAttention(self.stack.attention, sequences, rule=rule, tables=tables)
+        tables = PartOfTables(layer, self.stack.sequences, self._whole_length(part))
+        return SplitAttention(self.stack.attention, self.stack.sequences, rule=rule, tables=tables)
 
     def _joined(self, output: Any) -> Any:
         if isinstance(output, tuple):

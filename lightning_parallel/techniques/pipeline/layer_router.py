@@ -96,10 +96,9 @@ class LayerRouter:
         self, plan: StagePlan, paths: Sequence[str], rank: int, left_values: LeftValues, known: Traced | None = None
     ) -> None:
         self.plan, self._paths = plan, paths
-        self.position = BEFORE_THE_STACK
+        self.position, self.is_open = BEFORE_THE_STACK, False
         self.side_inputs = SideInputs(plan, paths, lambda: self.position, known)
         self.outside: CallOfLayer = run_here
-        self.is_open = False
         self._part = StepPart(None)
         self._substitutes = Substitutes()
         self._boundary = StageBoundary("", paths, self.side_inputs, self._substitutes)

@@ -43,7 +43,7 @@ def taken_apart(values: Any) -> Any:
 
 
 def put_together(values: Any) -> Any:
-    """What `taken_apart` was given, of the values that are there now; also on another rank.
+    """The containers and dataclasses that `taken_apart` was given, of the values that are there now; on any rank.
 
     Raises:
         ConfigurationError: If this rank does not find the class of a record.
