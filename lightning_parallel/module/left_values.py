@@ -8,7 +8,6 @@ run the layer has to find the same at the same places.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import copy_context
 from typing import Any, NamedTuple
@@ -217,14 +216,10 @@ def _taken(place: Place, container: Any, before: Any) -> Iterator[LeftValue]:
     if isinstance(before, dict):
         if gone := [key for key in before if key not in container and isinstance(key, PLAIN)]:
             yield LeftValue(place, REMOVED, gone)
-    elif not isinstance(before, int) and not _is_longer(container, before):
+    elif not isinstance(before, int) and len(container) < len(before):  # else it is enough to say what is where
         numbers = {id(value): number for number, value in enumerate(before)}
         kept = [(numbers.get(id(value)), None if id(value) in numbers else value) for value in container]
         yield LeftValue(place, REWRITTEN, kept)
-
-
-def _is_longer(container: Any, before: Any) -> bool:
-    return len(container) >= len(before) and all(map(operator.is_, container, before))
 
 
 def _take(container: Any, key: str, value: Any, before: Any) -> None:
