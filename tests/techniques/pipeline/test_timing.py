@@ -24,18 +24,21 @@ MICROBATCHES = 4
 
 
 class Slow(nn.Module):
-    """A layer that takes so many milliseconds more, and counts its calls in training."""
+    """A layer that takes so many milliseconds more, and counts its calls in training.
+
+    In a list, where a pipeline does not look: of a number or a buffer it would notice that microbatches are counted.
+    """
 
     def __init__(self, layer: nn.Module, milliseconds: int) -> None:
         super().__init__()
         self.layer = layer
         self.milliseconds = milliseconds
-        self.register_buffer("calls", torch.zeros(()))
+        self.calls = [torch.zeros(())]
 
     def forward(self, hidden: Tensor) -> Tensor:
         time.sleep(1e-3 * self.milliseconds)
         if torch.is_grad_enabled() or self.training:
-            self.calls += 1
+            self.calls[0] += 1
         return self.layer(hidden)
 
 
@@ -100,8 +103,8 @@ def train(case: str, strategy: str, num_ranks: int, num_readers: int = 1) -> tup
     built = strategy if strategy == "auto" else build_strategy(strategy)
     trainer = make_trainer(built, num_ranks, callbacks=[recorder, stages], gradient_clip_val=0.5)
     trainer.fit(module, batches("byte_gpt", num_readers))
-    recorder.outcome.final = {k: v for k, v in full_state_dict(trainer).items() if "calls" not in k}
-    calls = [int(layer.calls) for layer in module.model.blocks]
+    recorder.outcome.final = full_state_dict(trainer)
+    calls = [int(layer.calls[0]) for layer in module.model.blocks]  # type: ignore[index, arg-type]
     found = {"counts": stages.counts, "calls": calls, "mean": float(module.mean.compute())}
     return recorder.outcome, found
 
@@ -125,8 +128,9 @@ def test_stages_take_equally_long(ranks: Any, case: str, strategy: str, counts: 
     for _, found in results:
         assert found["counts"] == counts
         assert found["mean"] == pytest.approx(reference["mean"], abs=TOLERANCE)
-        if "recompute" not in strategy:  # which calls a layer once more
-            assert found["calls"] == [STEPS * MICROBATCHES] * 4
+    if "recompute" not in strategy:  # which calls a layer once more
+        calls = torch.tensor([found["calls"] for _, found in results])
+        assert calls.amax(0).tolist() == [STEPS * MICROBATCHES] * 4
 
 
 def refusal() -> str:
