@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -38,11 +39,16 @@ def take_mixed_lists() -> None:
 
 
 def as_torch_has_it(operation: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on DTensors without its handler here."""
+    """Run an operation on DTensors without its handler here.
+
+    Handlers run below functions of torch, such as in backward; through `torch._C.DisableTorchFunctionSubclass`, since
+    2.0, the operation does not go to `DTensor.__torch_function__` as if user code had called it, which it does in 2.15.
+    """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.pop(operation)
     try:
-        return operation(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+            return operation(*args, **kwargs)
     finally:
         handlers[operation] = handler
 
