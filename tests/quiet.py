@@ -34,6 +34,7 @@ KNOWN = (
     r"(?s).*Dynamo does not know how to trace the builtin `<unknown module>.function.__get__.*",
     # T5's layers return the view that they were given
     r".*FSDP2-wrapped module .* returned a view tensor.*",
+    r".*Sparse CSR tensor support is in beta state.*",
     # torch.compile looks at every input's `.grad` while it traces
     r".*The .grad attribute of a Tensor that is not a leaf Tensor is being accessed.*",
     # Lightning's `all_gather` takes it

@@ -47,6 +47,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
     "_torch/optimizers.py": {"optimizer": "torch.optim.Adam"},
     "_torch/ddp.py": {"wrapped": "torch.nn.parallel.DistributedDataParallel"},
     "_torch/autograd.py": {"leaf": "torch.Tensor"},
+    "_torch/dense_parts.py": {"tensor": "torch.distributed.tensor.DTensor"},
     "_torch/joint_operations.py": {"func": "torch._ops.OpOverload"},
     "_torch/sample_draws.py": {"func": "torch._ops.OpOverload"},
     "_torch/mixed_lists.py": {"operation": "torch._ops.OpOverload", "each": "torch._ops.OpOverload"},

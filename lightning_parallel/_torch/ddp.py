@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 _INDICES = re.compile(r"did not receive grad for rank \d+: ((?:\d+ ?)+)")
@@ -21,3 +24,41 @@ def unreduced_indices(wrapped: DistributedDataParallel) -> list[int] | None:
         found = _INDICES.search(str(error))
         return [int(index) for index in found[1].split()] if found else []
     return None
+
+
+@contextlib.contextmanager
+def left_out(module: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Let DDP neither compare nor broadcast the named parameters and buffers of `module` when it is made inside.
+
+    `_ddp_params_and_buffers_to_ignore`, since 1.7; the function of torch that sets it has an underscore, too.
+
+    Args:
+        module: The module that DDP is going to wrap; the attribute is as before behind this context.
+        names: As `named_parameters` and `named_buffers` have them.
+    """
+    before = vars(module).get("_ddp_params_and_buffers_to_ignore")
+    if not names:
+        yield
+        return
+    vars(module)["_ddp_params_and_buffers_to_ignore"] = [*(before or ()), *names]
+    try:
+        yield
+    finally:
+        del vars(module)["_ddp_params_and_buffers_to_ignore"]
+        if before is not None:
+            vars(module)["_ddp_params_and_buffers_to_ignore"] = before
+
+
+def send_buffers(wrapped: DistributedDataParallel, send: Callable[[Sequence[Tensor]], None]) -> None:
+    """Let `send` give all ranks the buffers of the first one before each forward, those that were left out, too.
+
+    DDP itself cannot send elements that share memory, sparse tensors, or numbers of eight bits.
+    `DistributedDataParallel._register_buffer_comm_hook` and `_assign_modules_buffers`, since 1.12; no public spelling.
+
+    Args:
+        wrapped: The wrapped module.
+        send: Takes buffers, outside of a graph. A collective.
+    """
+    wrapped._register_buffer_comm_hook(None, lambda _, buffers: send(list(buffers.values())))
+    wrapped.parameters_to_ignore = set(getattr(wrapped.module, "_ddp_params_and_buffers_to_ignore", ()))
+    wrapped._assign_modules_buffers()

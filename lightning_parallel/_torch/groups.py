@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_parallel._torch.dense_parts import dense_parts
+
 _connections: WeakKeyDictionary[dist.Store, dist.Store] = WeakKeyDictionary()
 
 
@@ -176,14 +178,14 @@ def broadcast_tensors(tensors: Sequence[Tensor], *, source: int, group: Any = No
     `torch.distributed._broadcast_coalesced`, since 1.0; DDP uses it itself, there is no public spelling.
 
     Args:
-        tensors: Of the same shapes and dtypes, in the same order, on every rank.
+        tensors: Of the same shapes and dtypes, in the same order, on every rank; of any layout and class.
         source: The rank in `group` whose values all get.
         group: The ranks that take part, by default all.
         bucket_bytes: The size of a bucket, in bytes.
     """
     if tensors:
         group = group or dist.distributed_c10d._get_default_group()
-        dist._broadcast_coalesced(group, list(tensors), bucket_bytes, source)  # type: ignore[attr-defined]
+        dist._broadcast_coalesced(group, dense_parts(tensors), bucket_bytes, source)  # type: ignore[attr-defined]
 
 
 def reduce_scatter(part: Tensor, whole: Tensor, group: Any) -> None:

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from lightning_parallel import _torch
 from lightning_parallel.checkpoint.copies import unshared
 from lightning_parallel.checkpoint.outline import outline_of
 from lightning_parallel.checkpoint.stage_entries import take_entries_of_stages
@@ -64,7 +65,8 @@ def whole(tensor: Tensor, owners: StageOwners | None = None) -> Tensor:
     if owners is not None:
         # Ranks of the owner's stage gather its shards among themselves; then each sends to its peers in other stages,
         # which have a placeholder of the whole shape.
-        here = whole_on_host(tensor) if owners.counts_here else torch.empty(tensor.shape, dtype=tensor.dtype)
+        shape, dtype, layout = tensor.shape, tensor.dtype, tensor.layout
+        here = whole_on_host(tensor) if owners.counts_here else torch.empty(shape, dtype=dtype, layout=layout)
         return owners.from_owner(here)
     return whole_on_host(tensor)
 
@@ -92,7 +94,7 @@ def take_buffers_of_stages(
         table: dict[str, Any] = module.get_submodule(path)._buffers
         if table[attribute].shape != shape:
             table[attribute] = table[attribute].new_empty(shape)
-        table[attribute].copy_(whole(table[attribute], owners_by_name[name]))
+        _torch.dense_parts.write(table[attribute], whole(table[attribute], owners_by_name[name]))
 
 
 def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False, outlines: bool = False) -> dict[str, Any]:
@@ -296,8 +298,7 @@ def _share_memory(gathered: Any, value: Any) -> bool:
     """Whether gathering made no copy: the tensor is plain and on the host, or sharded over a single rank."""
     if not isinstance(value, Tensor) or is_placeholder(value):
         return False
-    local = local_of(value)
-    return bool(gathered.untyped_storage().data_ptr() == local.untyped_storage().data_ptr())
+    return _torch.dense_parts.share_memory(gathered.detach(), local_of(value).detach())
 
 
 @torch.no_grad()

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel import _torch
+
 CONTAINERS: tuple[type, ...] = (list, dict, set, defaultdict, deque, Counter)
 """Whose contents are put back, in attributes; not of other subclasses, which may do something of their own."""
 DEEPEST = 4
@@ -135,5 +137,6 @@ class Numbers:
         """
         for tensor, copy in self._copies:
             is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device == copy.device
-            if not is_plain or not torch.equal(tensor, copy):  # shards are not compared: that would be a collective
-                tensor.copy_(copy)
+            # Shards are not compared: that would be a collective.
+            if not is_plain or not _torch.dense_parts.is_same(tensor, copy):
+                _torch.dense_parts.write(tensor, copy)

@@ -308,9 +308,10 @@ def gathered(part: Tensor, dim: int, length: int, group: ProcessGroup) -> Tensor
         length: Number of entries without padding.
         group: The ranks.
     """
-    parts = part.new_empty((group.size(), *part.shape))
-    dist.all_gather(list(parts), part.contiguous(), group=group)
-    whole = parts.flatten(0, 1) if dim == 0 else torch.cat(list(parts), dim)
+    sent = _torch.dense_parts.travelling(part.contiguous())
+    parts = sent.new_empty((group.size(), *part.shape))
+    dist.all_gather(list(parts), sent, group=group)
+    whole = (parts.flatten(0, 1) if dim == 0 else torch.cat(list(parts), dim)).view(part.dtype)
     return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length).contiguous()
 
 

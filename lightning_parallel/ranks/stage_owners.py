@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lightning_parallel import _torch
+
 _OWNERS = "_lightning_parallel_owners"
 _ALL_OWNERS = "_lightning_parallel_all_owners"
 
@@ -49,10 +51,13 @@ class StageOwners:
         """The owner's `value`, a tensor in host memory, on all ranks of the pipeline. A collective.
 
         Args:
-            value: Where this rank is not the owner, anything of the same shape and dtype.
+            value: Where this rank is not the owner, anything of the same shape, dtype and layout.
         """
+        if value.layout is not torch.strided:  # how many values it has, only its owner knows
+            return self.object_from_owner(value)  # type: ignore[no-any-return]
         received = value.contiguous() if self.counts_here else torch.empty(value.shape, dtype=value.dtype)
-        dist.broadcast(received, group=self.host_group, group_src=self.ranks[0])
+        for part in _torch.dense_parts.dense_parts((received,)):
+            dist.broadcast(part, group=self.host_group, group_src=self.ranks[0])
         return received
 
     def object_from_owner(self, value: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from datetime import timedelta
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
@@ -12,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_parallel import _lightning
+from lightning_parallel import _lightning, _torch
 from lightning_parallel.checkpoint.full_state import whole
 from lightning_parallel.module.snapshot import Snapshot
 from lightning_parallel.parallelize import transform_layers
@@ -179,15 +181,23 @@ class DDPStrategy(LockStepStrategy):
         return False if is_off else None
 
     def _wrap(self, module: LightningModule, find_unused: bool, is_synced: bool) -> DistributedDataParallel:
-        wrapped = DistributedDataParallel(
-            module,
-            # Lightning moves batches. With a device, DDP would move again what a user has left on the host, and raise
-            # for a `defaultdict`.
-            device_ids=None,
-            find_unused_parameters=find_unused,
-            init_sync=not is_synced,
-            **self._ddp_options,  # type: ignore[arg-type]
-        )
+        frozen = ((name, p) for name, p in module.named_parameters() if not p.requires_grad)
+        kept = {name: tensor.detach() for name, tensor in chain(frozen, module.named_buffers())}
+        odd = {name: tensor for name, tensor in kept.items() if not _torch.dense_parts.is_dense(tensor)}
+        with _torch.ddp.left_out(module, odd):
+            wrapped = DistributedDataParallel(
+                module,
+                # Lightning moves batches. With a device, DDP would move again what a user has left on the host, and
+                # raise for a `defaultdict`.
+                device_ids=None,
+                find_unused_parameters=find_unused,
+                init_sync=not is_synced,
+                **self._ddp_options,  # type: ignore[arg-type]
+            )
+        send = functools.partial(_torch.groups.broadcast_tensors, source=0, group=wrapped.process_group)
+        if not is_synced:
+            send(list(odd.values()))
+        _torch.ddp.send_buffers(wrapped, send)
         register_comm_hook(wrapped, self._comm_hook, powersgd_rank=self._powersgd_rank)
         return wrapped
 

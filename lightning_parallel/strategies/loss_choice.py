@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten
 
+from lightning_parallel import _torch
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.module.differences import first_of, value_difference
 from lightning_parallel.module.placeholders import is_placeholder
@@ -300,7 +301,7 @@ def _is_equal_leaf(first: Any, second: Any) -> bool:
     if is_placeholder(first) or is_placeholder(second):
         return False
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return first.shape == second.shape and torch.equal(first, second)
+        return _torch.dense_parts.is_same(first, second)
     if isinstance(first, float) and isinstance(second, float):
         return first == second or (math.isnan(first) and math.isnan(second))
     plain = (bool, int, str)

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -23,6 +25,7 @@ from lightning_parallel.checkpoint.full_state import (
 from lightning_parallel.checkpoint.kept_parts import with_whole_parts
 from lightning_parallel.checkpoint.stage_entries import take_entries_of_stages
 from lightning_parallel.checkpoint.whole_file import bytes_of_state
+from lightning_parallel.module.differences import first_of
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.memory import host_memory
 from lightning_parallel.ranks.mesh import build_host_group
@@ -40,7 +43,7 @@ from lightning_parallel.strategies.streams import RandomStreams
 from lightning_parallel.techniques.optimizer_sharding import shards_itself
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 
 _SHARE_OF_MEMORY = 4
@@ -55,6 +58,10 @@ _OTHER_CHECKPOINT = (
 _NOT_HERE = (
     "checkpoint='sharded' writes to a file system of this machine, and not to {}; give a folder of one, or "
     "checkpoint='whole'"
+)
+_SPARSE = (
+    "checkpoint={!r} writes folders, which have no sparse tensors: {} of {} are sparse; register them with "
+    "persistent=False, or give checkpoint='whole'"
 )
 
 
@@ -154,11 +161,18 @@ class WholeCheckpointsStrategy(PlannedStrategy):
             return entries
         return whole_state_dict(self.module, keep=self.is_global_zero, outlines=True)
 
+    @override
+    def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
+        found = super().module_violations(module, is_fitting=is_fitting)
+        if form_of(self._saving.checkpoint) == "sharded" and (names := _sparse_buffers(module)):
+            found.append(_SPARSE.format(self._saving.checkpoint, first_of(names), type(module).__name__))
+        return found
+
     def _chooses_parts(self) -> bool:
         """Whether the next checkpoint is a folder. A collective."""
         if (form := form_of(self._saving.checkpoint)) != "auto":
             return form == "sharded"
-        if self.has_own_writer or not self._keeps_here():
+        if self.has_own_writer or not self._keeps_here() or _sparse_buffers(self.module):
             return False
         room = host_memory() // max(1, self.num_processes) // _SHARE_OF_MEMORY
         return self.said_by_first(str(bytes_of_state(self.module, self.optimizers) > room)) == str(True)
@@ -212,3 +226,17 @@ class WholeCheckpointsStrategy(PlannedStrategy):
         for optimizer, state in zip(self.optimizers, states, strict=False):
             load_whole_optimizer_state(optimizer, state)
         self.steps.state_was_loaded()
+
+
+def _sparse_buffers(module: nn.Module) -> list[str]:
+    """Names of the buffers in the state dict that are sparse."""
+    return [
+        name
+        for name, buffer in module.named_buffers()
+        if buffer.layout is not torch.strided and _is_persistent(module, name)
+    ]
+
+
+def _is_persistent(module: nn.Module, name: str) -> bool:
+    path, _, attribute = name.rpartition(".")
+    return attribute not in module.get_submodule(path)._non_persistent_buffers_set

@@ -45,7 +45,7 @@ class BufferSync:
         self._calls = 0
         self._written: set[str] = set()
         self._marks: dict[str, tuple[Tensor, int]] = {}
-        self._copies: dict[str, Tensor] = {}
+        self._copies: dict[str, list[Tensor]] = {}
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -66,7 +66,7 @@ class BufferSync:
         quiet = {name: buffer for name, buffer in quiet.items() if name not in self._written}
         self._marks = {name: (buffer, _version(buffer)) for name, buffer in quiet.items()}
         if looks:
-            self._copies = {name: buffer.detach().to("cpu", copy=True) for name, buffer in quiet.items()}
+            self._copies = {name: [each.to("cpu", copy=True) for each in _parts(b)] for name, b in quiet.items()}
 
     def _agree(self, quiet: Mapping[str, Tensor], *, looks: bool) -> None:
         """Add to what is written what any rank has seen so; a collective, in host memory."""
@@ -94,8 +94,10 @@ class BufferSync:
         return before is None or before[0] is not buffer or before[1] < 0 or _version(buffer) != before[1]
 
     def _differs(self, name: str, buffer: Tensor) -> bool:
-        copy = self._copies.get(name)
-        return copy is not None and not _is_same(copy, buffer.detach().cpu())
+        copies, parts = self._copies.get(name), _parts(buffer)
+        if copies is None:
+            return False
+        return len(copies) != len(parts) or any(not _is_same(a, b.cpu()) for a, b in zip(copies, parts, strict=True))
 
     def _broadcast(self, buffers: Mapping[str, Tensor]) -> None:
         _torch.groups.broadcast_tensors(list(buffers.values()), source=0, group=self._group)
@@ -104,6 +106,10 @@ class BufferSync:
 def _is_here(buffer: Tensor) -> bool:
     """Whether this rank has all of it; of a copy of a parameter that a hook has made a buffer, it may have a part."""
     return not (buffer.is_meta or isinstance(buffer, DTensor) or is_placeholder(buffer))
+
+
+def _parts(buffer: Tensor) -> list[Tensor]:
+    return _torch.dense_parts.dense_parts((buffer.detach(),))
 
 
 def _version(buffer: Tensor) -> int:

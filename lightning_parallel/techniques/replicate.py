@@ -31,7 +31,7 @@ def synchronize_module(module: nn.Module, device: torch.device) -> None:
     if not _is_parallel():
         return
     tensors = [t.detach() for t in chain(module.parameters(), module.buffers()) if not t.is_meta]
-    for bucket in _buckets(tensors):
+    for bucket in _buckets(_torch.dense_parts.dense_parts(tensors)):
         travelling = [tensor.to(device) for tensor in bucket]
         _torch.groups.broadcast_tensors(travelling, source=0)
         for tensor, value in zip(bucket, travelling, strict=True):

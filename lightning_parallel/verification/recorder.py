@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
+from lightning_parallel import _torch
 from lightning_parallel.checkpoint.full_state import full_state_dict
 from lightning_parallel.ranks.random_streams import RandomState, unchanged_generators
 from lightning_parallel.strategies.batches_of_rank import BatchesOfRank
@@ -213,7 +214,9 @@ def _replaced(holder: object, name: str, value: Any) -> Iterator[None]:
 
 
 def _differ(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    return list(first) != list(second) or any(not torch.equal(first[name], second[name]) for name in first)
+    return list(first) != list(second) or any(
+        not _torch.dense_parts.is_same(first[name], second[name]) for name in first
+    )
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import torch
-
+from lightning_parallel import _torch
 from lightning_parallel.module.differences import first_of
 from lightning_parallel.verification.certificate import DIFFERS, EQUAL, SKIPPED, Finding
 from lightning_parallel.verification.records import Record
@@ -66,7 +65,9 @@ def _step_difference(name: str, readers: Sequence[Record], reference: Record, to
 
 def has_statistics(record: Record) -> bool:
     """Whether steps have written buffers, as BatchNorm does."""
-    return any(not torch.equal(record.weights[0][name], record.weights[-1][name]) for name in record.buffers)
+    return any(
+        not _torch.dense_parts.is_same(record.weights[0][name], record.weights[-1][name]) for name in record.buffers
+    )
 
 
 def _is_unsteady(name: str, record: Record, tolerance: float) -> bool:

@@ -90,6 +90,40 @@ def test_small_buffers_are_sent_without_asking(ranks: Any) -> None:
     assert ranks(2).run(reductions) == [0, 0]
 
 
+class Layouts(Buffers):
+    """Elements that share memory, a sparse matrix and numbers of eight bits beside the large ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(300_000.0).expand(2, -1))
+        self.register_buffer("edges", torch.eye(8).to_sparse())
+        self.register_buffer("scales", torch.arange(8.0).to(torch.float8_e4m3fn))
+
+
+def late_writes() -> tuple[list[str], list[list[float]]]:
+    """What is told, and for each step what the first rank has written into each of the three."""
+    module: Any = Layouts()
+    told: list[str] = []
+    buffers = BufferSync(module, None, dist.group.WORLD, tell=told.append)
+    seen = []
+    for index in range(9):
+        buffers.synchronize()
+        seen.append([float(each.sum()) for each in (module.table[0, :1], module.edges, module.scales.float())])
+        if index == 4:
+            added = float(dist.get_rank() + 1)
+            module.table[:, 0].view(-1)[:1].fill_(added)
+            module.edges.values()[0] += added
+            module.scales[0] = added
+    return told, seen
+
+
+def test_tensors_of_any_layout_are_sent_when_they_are_written(ranks: Any) -> None:
+    for told, seen in ranks(2).run(late_writes):
+        assert not told
+        assert seen[:5] == [[0.0, 8.0, 28.0]] * 5
+        assert seen[5:] == [[1.0, 9.0, 29.0]] * 4
+
+
 class Late(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -111,7 +111,7 @@ def cut_batch(batch: Any, batch_size: int, count: int) -> list[Any]:
             is_batched = value.ndim > 0 and value.shape[0] == batch_size
             if not is_batched:
                 return value
-            rows = value.narrow(0, index * size, size)
+            rows = _rows(value, index * size, size)
             # Views count writes together: one into its own rows by a later microbatch would refuse this one's backward.
             return rows if rows.requires_grad else rows.data
         return value
@@ -132,6 +132,13 @@ def cut_batch(batch: Any, batch_size: int, count: int) -> list[Any]:
         return apply_to_collection(value, Tensor, part, index)
 
     return [cut(batch, index) for index in range(count)]
+
+
+def _rows(value: Tensor, first: int, count: int) -> Tensor:
+    if value.layout is torch.strided:
+        return value.narrow(0, first, count)
+    rows = torch.arange(first, first + count, device=value.device)
+    return value.to_sparse_coo().index_select(0, rows).to_sparse(layout=value.layout)  # type: ignore[no-any-return,call-arg]
 
 
 def whole_in_parts(batch: Any) -> str:
@@ -175,6 +182,9 @@ def has_uneven_entries(batch: Any, batch_size: int, count: int, ignored: Iterabl
 
     def look(tensor: Tensor) -> None:
         if not tensor.ndim or tensor.shape[0] != batch_size or tensor.is_complex():
+            return
+        if tensor.layout is not torch.strided:
+            found.append(torch.ones((), dtype=torch.bool, device=tensor.device))  # not looked into: it may be a mask
             return
         kept = [tensor] if tensor.dtype == torch.bool else []
         if not kept and not tensor.is_floating_point():

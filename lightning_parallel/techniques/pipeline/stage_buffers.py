@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_parallel import _torch
 from lightning_parallel.module.placeholders import is_placeholder
 from lightning_parallel.techniques.pipeline.cut import CutStack
 
@@ -129,7 +130,7 @@ class StageBuffers:
             device = value.device if own is None else own.device
             table[attribute] = value.to(device, copy=True)
         else:
-            own.copy_(value)
+            _torch.dense_parts.write(own, value)
 
 
 def _attributes(module: nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, nn.Module, str]]:
