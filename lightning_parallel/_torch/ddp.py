@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel, distributed
 
 _INDICES = re.compile(r"did not receive grad for rank \d+: ((?:\d+ ?)+)")
 
@@ -54,11 +54,13 @@ def send_buffers(wrapped: DistributedDataParallel, send: Callable[[Sequence[Tens
 
     DDP itself cannot send elements that share memory, sparse tensors, or numbers of eight bits.
     `DistributedDataParallel._register_buffer_comm_hook` and `_assign_modules_buffers`, since 1.12; no public spelling.
+    By itself, such a hook would be called behind each forward.
 
     Args:
         wrapped: The wrapped module.
         send: Takes buffers, outside of a graph. A collective.
     """
-    wrapped._register_buffer_comm_hook(None, lambda _, buffers: send(list(buffers.values())))
+    before = distributed._BufferCommHookLocation.PRE_FORWARD
+    wrapped._register_buffer_comm_hook(None, lambda _, buffers: send(list(buffers.values())), before)
     wrapped.parameters_to_ignore = set(getattr(wrapped.module, "_ddp_params_and_buffers_to_ignore", ()))
     wrapped._assign_modules_buffers()
