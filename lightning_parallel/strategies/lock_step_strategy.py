@@ -19,6 +19,7 @@ from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.strategies.epoch_ends import EpochEnds
 from lightning_parallel.strategies.equal_changes import EqualChanges
 from lightning_parallel.strategies.equal_copies import EqualCopies
+from lightning_parallel.strategies.equal_modules import different_modules, different_optimizers
 from lightning_parallel.strategies.evaluation_turns import EvaluationTurns, nothing_left
 from lightning_parallel.strategies.loader_lengths import equal_readers, length_violations, unequal_sharers
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
@@ -101,8 +102,14 @@ class LockStepStrategy(ProcessGroupStrategy):
         return self._turns is not None or (module is not None and module.trainer.predicting)
 
     @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        self.refuse(different_optimizers(self.module, self.optimizers))
+
+    @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        self.refuse(different_modules(self.module))  # again, for what hooks have added
         if self.world_size > 1:
             self._rank_buffers = RankBuffers(self.module)
             self._end_looks()  # of a search before training, such as that for a batch size
