@@ -69,7 +69,7 @@ def _form_of(tensor: Tensor) -> str:
 
 
 def _differences(form: Form) -> list[str]:
-    """What the first rank that differs from rank 0 has in another way, in words. A collective."""
+    """Words on what the first rank that differs from rank 0 has in another way. A collective."""
     digests = of_all_ranks(hashlib.sha256(repr(list(form.items())).encode()).digest())
     rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if rank is None:
