@@ -19,7 +19,7 @@ from lightning_parallel.ranks.objects import of_all_ranks
 from lightning_parallel.strategies.epoch_ends import EpochEnds
 from lightning_parallel.strategies.equal_changes import EqualChanges
 from lightning_parallel.strategies.equal_copies import EqualCopies
-from lightning_parallel.strategies.equal_modules import different_modules, different_optimizers
+from lightning_parallel.strategies.equal_setups import different_modules, different_optimizers, different_settings
 from lightning_parallel.strategies.evaluation_turns import EvaluationTurns, nothing_left
 from lightning_parallel.strategies.loader_lengths import equal_readers, length_violations, unequal_sharers
 from lightning_parallel.strategies.process_group import ProcessGroupStrategy
@@ -100,6 +100,11 @@ class LockStepStrategy(ProcessGroupStrategy):
     def may_be_uneven(self) -> bool:
         module = self.lightning_module  # none is connected yet where a script asks between runs
         return self._turns is not None or (module is not None and module.trainer.predicting)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.refuse(different_settings(self.module.trainer))  # before callbacks are set up, some of which meet there
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

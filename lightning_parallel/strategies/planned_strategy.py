@@ -21,7 +21,7 @@ from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.step_hooks import StepHooks
 from lightning_parallel.strategies.closures import closure_of_update
-from lightning_parallel.strategies.equal_modules import different_modules
+from lightning_parallel.strategies.equal_setups import different_modules
 from lightning_parallel.strategies.first_step import FirstStep
 from lightning_parallel.strategies.joint_updates import JointUpdates
 from lightning_parallel.strategies.optimizers import tell_missing_states

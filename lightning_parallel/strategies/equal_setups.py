@@ -1,11 +1,13 @@
-"""Ranks have built the same module and the same optimizers: a look before anything of them is sent."""
+"""Ranks have the same module, optimizers and settings of the Trainer: a look before anything is sent."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from lightning.pytorch import callbacks
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -13,6 +15,30 @@ from torch.optim import Optimizer
 from lightning_parallel.module.differences import first_of
 from lightning_parallel.ranks.objects import is_shared, of_all_ranks
 
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, Trainer
+
+_SETTINGS = (
+    *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision", "fast_dev_run"),
+    *("max_epochs", "min_epochs", "max_steps", "min_steps", "overfit_batches", "num_sanity_val_steps"),
+    *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
+    *("val_check_interval", "check_val_every_n_epoch", "reload_dataloaders_every_n_epochs"),
+)
+"""Attributes of the Trainer by which ranks decide when they meet, or what they compute."""
+_MEETING = (
+    callbacks.BaseFinetuning,
+    callbacks.BatchSizeFinder,
+    callbacks.Checkpoint,
+    callbacks.EarlyStopping,
+    callbacks.GradientAccumulationScheduler,
+    callbacks.LearningRateFinder,
+    callbacks.ModelPruning,
+    callbacks.StochasticWeightAveraging,
+    callbacks.Timer,
+    callbacks.WeightAveraging,
+)
+"""Callbacks in which ranks meet, or that change what they train; others, such as a progress bar, one rank may have."""
+_OWN = "lightning_parallel.callbacks."
 Form = dict[str, str]
 """Names, in their order -> what is said of each."""
 _MOST = 4
@@ -25,6 +51,31 @@ _OPTIMIZERS = (
     "ranks have made the optimizers of {0} differently: {1}. Give them the same parameters in the same order on all "
     "ranks, and use sorted(...) for what comes from a set"
 )
+
+
+_TRAINERS = (
+    "ranks run with other settings than others: {}. Give the Trainer of each rank the same ones and the same "
+    "callbacks; what one rank is to do alone, such as writing to a log, a hook does under trainer.is_global_zero"
+)
+
+
+def different_settings(trainer: Trainer) -> list[str]:
+    """Reasons why the Trainers of ranks cannot run together; empty if they meet in the same places. A collective.
+
+    Args:
+        trainer: That of this rank.
+    """
+    if not is_shared():
+        return []
+    form = {name: repr(getattr(trainer, name, None)) for name in _SETTINGS}
+    given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    meeting = [each.state_key for each in given if _meets(each)]
+    form |= {f"callback {key}": f"there {meeting.count(key)} times" for key in meeting}
+    return [_TRAINERS.format(words) for words in _differences(form)]
+
+
+def _meets(callback: Callback) -> bool:
+    return isinstance(callback, _MEETING) or type(callback).__module__.startswith(_OWN)
 
 
 def different_modules(module: nn.Module) -> list[str]:
