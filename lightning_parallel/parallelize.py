@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.checkpoint.full_state import take_buffers_of_stages, whole
+from lightning_parallel.checkpoint.full_state import whole
+from lightning_parallel.checkpoint.stage_buffers import take_buffers_of_stages
 from lightning_parallel.checkpoint.stage_entries import take_extra_states_of_stages
 from lightning_parallel.errors import ConfigurationError, check
 from lightning_parallel.module.hidden_states import Lengths

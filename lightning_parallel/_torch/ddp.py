@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel, distributed
 
+_LEFT_OUT = "_ddp_params_and_buffers_to_ignore"
 _INDICES = re.compile(r"did not receive grad for rank \d+: ((?:\d+ ?)+)")
 
 
@@ -36,17 +37,22 @@ def left_out(module: nn.Module, names: Collection[str]) -> Iterator[None]:
         module: The module that DDP is going to wrap; the attribute is as before behind this context.
         names: As `named_parameters` and `named_buffers` have them.
     """
-    before = vars(module).get("_ddp_params_and_buffers_to_ignore")
     if not names:
         yield
         return
-    vars(module)["_ddp_params_and_buffers_to_ignore"] = [*(before or ()), *names]
+    before = dict(vars(module))
+    vars(module)[_LEFT_OUT] = [*getattr(module, _LEFT_OUT, ()), *names]
     try:
         yield
     finally:
-        del vars(module)["_ddp_params_and_buffers_to_ignore"]
-        if before is not None:
-            vars(module)["_ddp_params_and_buffers_to_ignore"] = before
+        del vars(module)[_LEFT_OUT]
+        if _LEFT_OUT in before:
+            vars(module)[_LEFT_OUT] = before[_LEFT_OUT]
+
+
+def names_left_out(module: nn.Module) -> set[str]:
+    """Names of parameters and buffers that the user has told DDP to leave out, by the attribute of `left_out`."""
+    return set(getattr(module, _LEFT_OUT, ()))
 
 
 def send_buffers(wrapped: DistributedDataParallel, send: Callable[[Sequence[Tensor]], None]) -> None:
@@ -62,5 +68,5 @@ def send_buffers(wrapped: DistributedDataParallel, send: Callable[[Sequence[Tens
     """
     before = distributed._BufferCommHookLocation.PRE_FORWARD
     wrapped._register_buffer_comm_hook(None, lambda _, buffers: send(list(buffers.values())), before)
-    wrapped.parameters_to_ignore = set(getattr(wrapped.module, "_ddp_params_and_buffers_to_ignore", ()))
+    wrapped.parameters_to_ignore = names_left_out(wrapped.module)
     wrapped._assign_modules_buffers()

@@ -15,11 +15,11 @@ _COMPRESSED = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-_TRAVELLING = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool}) | frozenset(
+_COMPARED = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}) | frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 )
-"""Those that all backends can send; others travel, bit by bit, as numbers of their size."""
-_OF_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+"""Those whose numbers torch compares on all devices; others are seen, bit by bit, as whole numbers of their size."""
+_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -29,9 +29,10 @@ def is_dense(tensor: Tensor) -> bool:
     """
     return isinstance(tensor, DTensor) or (
         tensor.layout is torch.strided
-        and tensor.dtype in _TRAVELLING
+        and tensor.dtype in _COMPARED
+        and tensor.dtype is not torch.int16
         and not is_traceable_wrapper_subclass(tensor)
-        and not _shared_dims(tensor)
+        and not shared_dims(tensor)
     )
 
 
@@ -68,10 +69,9 @@ def share_memory(first: Tensor, second: Tensor) -> bool:
 
 @torch.no_grad()
 def write(tensor: Tensor, value: Tensor) -> None:
-    """Copy `value` into `tensor`, of the same shape and layout, also where elements of both share memory alike."""
-    if tensor.layout is torch.strided:
-        for dim in _shared_dims(tensor):
-            tensor, value = tensor.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    """Copy `value`, which comes from a tensor of the same form, into one whose elements may share memory."""
+    for dim in shared_dims(tensor):
+        tensor, value = tensor.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
     tensor.copy_(value)
 
 
@@ -82,16 +82,23 @@ def _parts(tensor: Tensor) -> list[Tensor]:
         return dense_parts(getattr(tensor, name)() for name in _COMPRESSED[tensor.layout])
     if is_traceable_wrapper_subclass(tensor):
         return dense_parts(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-    for dim in _shared_dims(tensor):
+    for dim in shared_dims(tensor):
         tensor = tensor.narrow(dim, 0, 1)
-    return [travelling(tensor)]
+    return [tensor if tensor.dtype in _COMPARED else tensor.view(_OF_SIZE[tensor.itemsize])]
 
 
 def travelling(tensor: Tensor) -> Tensor:
-    """The memory of a strided tensor, in a dtype that collectives of all backends take."""
-    return tensor if tensor.dtype in _TRAVELLING else tensor.view(_OF_SIZE[tensor.itemsize])
+    """The memory of a strided tensor in a dtype that collectives of all backends take: Gloo has no numbers of 16 bits.
+
+    A contiguous one has one dimension, since buckets of torch copy a lone one of other strides onto itself.
+    """
+    seen = tensor if tensor.dtype in _COMPARED else tensor.view(_OF_SIZE[tensor.itemsize])
+    seen = seen.view(torch.float16) if seen.dtype is torch.int16 else seen
+    return seen.view(-1) if seen.is_contiguous() else seen
 
 
-def _shared_dims(tensor: Tensor) -> list[int]:
-    """Dimensions along which all elements of a strided tensor lie at one place."""
+def shared_dims(tensor: Tensor) -> list[int]:
+    """Dimensions along which all elements of a tensor lie at one place; none of a sparse one."""
+    if tensor.layout is not torch.strided:
+        return []
     return [dim for dim, stride in enumerate(tensor.stride()) if not stride and tensor.shape[dim] > 1]

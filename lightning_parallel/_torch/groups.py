@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_parallel._torch.dense_parts import dense_parts
+from lightning_parallel._torch.dense_parts import dense_parts, travelling
 
 _connections: WeakKeyDictionary[dist.Store, dist.Store] = WeakKeyDictionary()
 
@@ -185,7 +185,25 @@ def broadcast_tensors(tensors: Sequence[Tensor], *, source: int, group: Any = No
     """
     if tensors:
         group = group or dist.distributed_c10d._get_default_group()
-        dist._broadcast_coalesced(group, dense_parts(tensors), bucket_bytes, source)  # type: ignore[attr-defined]
+        sent = [travelling(part) for part in dense_parts(tensors)]
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            _check_sizes(sent, group)
+        dist._broadcast_coalesced(group, sent, bucket_bytes, source)  # type: ignore[attr-defined]
+
+
+def _check_sizes(parts: Sequence[Tensor], group: Any) -> None:
+    """Refuse to send sparse tensors that have other numbers of values on some ranks. A collective."""
+    sizes = torch.tensor([[part.numel(), -part.numel()] for part in parts], device=parts[0].device)
+    dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=group)
+    most, least = sizes.mul(torch.tensor([1, -1], device=sizes.device)).sum(0).tolist()
+    if most != least:
+        raise RuntimeError(_OTHER_SIZES.format(least, most))
+
+
+_OTHER_SIZES = (
+    "ranks have other numbers of values in sparse buffers than others, with their indices {} and {}, and cannot send "
+    "them to each other before each step: give them as many on all ranks, or keep them dense"
+)
 
 
 def reduce_scatter(part: Tensor, whole: Tensor, group: Any) -> None:

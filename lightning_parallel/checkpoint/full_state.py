@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
@@ -65,36 +63,12 @@ def whole(tensor: Tensor, owners: StageOwners | None = None) -> Tensor:
     if owners is not None:
         # Ranks of the owner's stage gather its shards among themselves; then each sends to its peers in other stages,
         # which have a placeholder of the whole shape.
-        shape, dtype, layout = tensor.shape, tensor.dtype, tensor.layout
-        here = whole_on_host(tensor) if owners.counts_here else torch.empty(shape, dtype=dtype, layout=layout)
+        if tensor.layout is not torch.strided:  # how many values it has, only its owner knows
+            sent = whole_on_host(tensor) if owners.counts_here else None
+            return owners.object_from_owner(sent)  # type: ignore[no-any-return]
+        here = whole_on_host(tensor) if owners.counts_here else torch.empty(tensor.shape, dtype=tensor.dtype)
         return owners.from_owner(here)
     return whole_on_host(tensor)
-
-
-def take_buffers_of_stages(
-    module: nn.Module, owners_by_name: Mapping[str, StageOwners], host_group: ProcessGroup | None
-) -> None:
-    """Give every rank the buffers of all stages, in the sizes that they have now. A collective.
-
-    A step may have given a buffer another size, or registered new ones; the latter stay on the ranks of their stage.
-
-    Args:
-        module: The module.
-        owners_by_name: Name of a buffer -> the stages that hold it.
-        host_group: The ranks that share the stack, in host memory.
-    """
-    buffers = module.named_buffers(remove_duplicate=False)
-    own = {
-        name: buffer.shape for name, buffer in buffers if name in owners_by_name and owners_by_name[name].counts_here
-    }
-    shapes: list[Any] = [None] * dist.get_world_size(host_group)
-    dist.all_gather_object(shapes, own, group=host_group)
-    for name, shape in ((name, shape) for of_stage in shapes for name, shape in of_stage.items()):
-        path, _, attribute = name.rpartition(".")
-        table: dict[str, Any] = module.get_submodule(path)._buffers
-        if table[attribute].shape != shape:
-            table[attribute] = table[attribute].new_empty(shape)
-        _torch.dense_parts.write(table[attribute], whole(table[attribute], owners_by_name[name]))
 
 
 def whole_state_dict(module: nn.Module, *, keep: bool, copy: bool = False, outlines: bool = False) -> dict[str, Any]:

@@ -62,3 +62,9 @@ def parameter_writes(module: nn.Module, names: set[str]) -> Iterator[None]:
 def _places(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Where the numbers of each parameter are, and how often it was written, which ``.data = ...`` does not count."""
     return {name: (parameter.data_ptr(), parameter._version) for name, parameter in module.named_parameters()}
+
+
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Whether the buffer of that name is part of the state dict."""
+    path, _, attribute = name.rpartition(".")
+    return attribute not in module.get_submodule(path)._non_persistent_buffers_set

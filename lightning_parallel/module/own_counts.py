@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel import _torch
 from lightning_parallel.module.placeholders import is_placeholder
 
 _LARGEST = 1 << 12
@@ -45,11 +46,18 @@ def _numbers(layer: nn.Module) -> dict[str, Any]:
         start = f"{path}." if path else ""
         found |= {start + name: value for name, value in vars(child).items() if type(value) in (int, float)}
         buffers = child.named_buffers(recurse=False)
-        found |= {start + name: buffer.tolist() for name, buffer in buffers if _may_count(buffer)}
+        found |= {start + name: _listed(buffer) for name, buffer in buffers if _may_count(buffer)}
     return found
 
 
 def _may_count(buffer: Tensor) -> bool:
-    if is_placeholder(buffer) or type(buffer) is not Tensor or buffer.is_meta or buffer.layout != torch.strided:
+    if is_placeholder(buffer) or type(buffer) is not Tensor or buffer.is_meta:
         return False
-    return buffer.numel() <= _LARGEST
+    return sum(part.numel() for part in _torch.dense_parts.dense_parts((buffer.detach(),))) <= _LARGEST
+
+
+def _listed(buffer: Tensor) -> list[Any]:
+    """The numbers of a buffer, those of a sparse one with their indices."""
+    if buffer.layout is torch.strided:
+        return buffer.tolist()  # type: ignore[no-any-return]
+    return [part.tolist() for part in _torch.dense_parts.dense_parts((buffer.detach(),))]

@@ -1,8 +1,7 @@
 """Collectives with a backward, by Megatron-LM's names.
 
 Each is a pair of primitives, one for the forward and one for the backward: the identity, `part_of`, `all_reduced`,
-`gathered`, `scattered` or `exchanged`. A whole tensor is equal on all ranks of a group; a part is one rank's own; a
-summand is one of the terms, one on each rank, whose sum is wanted.
+`gathered`, `scattered` or `exchanged`. Whole tensors are equal on all ranks; a part, or a summand, is a rank's own.
 
 Without `scale`, gradients are those of the loss, as tensor parallel needs: it averages nothing over these ranks
 afterwards. Context parallel averages gradients of parameters over its ranks, so the loss has to count once for each
@@ -309,9 +308,10 @@ def gathered(part: Tensor, dim: int, length: int, group: ProcessGroup) -> Tensor
         group: The ranks.
     """
     sent = _torch.dense_parts.travelling(part.contiguous())
-    parts = sent.new_empty((group.size(), *part.shape))
+    parts = sent.new_empty((group.size(), len(sent)))
     dist.all_gather(list(parts), sent, group=group)
-    whole = (parts.flatten(0, 1) if dim == 0 else torch.cat(list(parts), dim)).view(part.dtype)
+    parts = parts.view(part.dtype).view(group.size(), *part.shape)
+    whole = parts.flatten(0, 1) if dim == 0 else torch.cat(list(parts), dim)
     return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length).contiguous()
 
 

@@ -51,13 +51,11 @@ class StageOwners:
         """The owner's `value`, a tensor in host memory, on all ranks of the pipeline. A collective.
 
         Args:
-            value: Where this rank is not the owner, anything of the same shape, dtype and layout.
+            value: Strided; where this rank is not the owner, anything of the same shape and dtype.
         """
-        if value.layout is not torch.strided:  # how many values it has, only its owner knows
-            return self.object_from_owner(value)  # type: ignore[no-any-return]
         received = value.contiguous() if self.counts_here else torch.empty(value.shape, dtype=value.dtype)
-        for part in _torch.dense_parts.dense_parts((received,)):
-            dist.broadcast(part, group=self.host_group, group_src=self.ranks[0])
+        sent = _torch.dense_parts.travelling(received)
+        dist.broadcast(sent, group=self.host_group, group_src=self.ranks[0])
         return received
 
     def object_from_owner(self, value: Any) -> Any:

@@ -139,6 +139,11 @@ class DDPStrategy(LockStepStrategy):
         found = [*super().module_violations(module, is_fitting=is_fitting), *self.plan_for(module).violations]
         return [*found, *sharded_elsewhere_violations(self, module)]
 
+    @property
+    @override
+    def left_out(self) -> set[str]:
+        return _torch.ddp.names_left_out(self.module)
+
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)

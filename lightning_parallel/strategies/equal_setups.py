@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import callbacks
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_parallel import _torch
 from lightning_parallel.module.differences import first_of
+from lightning_parallel.module.kept_state import is_persistent
 from lightning_parallel.ranks.objects import is_shared, of_all_ranks
 
 if TYPE_CHECKING:
@@ -78,18 +81,22 @@ def _meets(callback: Callback) -> bool:
     return isinstance(callback, _MEETING) or type(callback).__module__.startswith(_OWN)
 
 
-def different_modules(module: nn.Module) -> list[str]:
+def different_modules(module: nn.Module, left_out: Collection[str] = ()) -> list[str]:
     """Reasons why ranks cannot train the module that each of them has built; empty if they are alike. A collective.
 
     Without it, ranks send each other tensors by their place: a sum of two parameters, or a wait that never ends.
 
     Args:
         module: The user's module, plain or parallel.
+        left_out: Names of what is not sent. Nor are buffers looked at that are not saved, such as tables that grow with
+            the samples of each rank.
     """
     if not is_shared():
         return []
     form = {f"parameter {name}": _form_of(parameter) for name, parameter in module.named_parameters()}
-    form |= {f"buffer {name}": _form_of(buffer) for name, buffer in module.named_buffers()}
+    saved = ((name, buffer) for name, buffer in module.named_buffers() if is_persistent(module, name))
+    form |= {f"buffer {name}": _form_of(buffer) for name, buffer in saved}
+    form = {name: words for name, words in form.items() if name.partition(" ")[2] not in left_out}
     return [_MODULES.format(type(module).__name__, words) for words in _differences(form)]
 
 
@@ -115,8 +122,13 @@ def different_optimizers(module: nn.Module, optimizers: Sequence[Optimizer]) -> 
 def _form_of(tensor: Tensor) -> str:
     if is_lazy(tensor):
         return "without a shape yet"
-    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{', frozen' if is_frozen else ''}"
+    dtype, memory = str(tensor.dtype).removeprefix("torch."), ""
+    if isinstance(tensor, nn.Parameter):
+        return f"{list(tensor.shape)} {dtype}{'' if tensor.requires_grad else ', frozen'}"
+    if tensor.layout is not torch.strided or _torch.dense_parts.shared_dims(tensor):
+        parts = [list(part.shape) for part in _torch.dense_parts.dense_parts((tensor.detach(),))]
+        memory = f" of {str(tensor.layout).removeprefix('torch.')} memory {parts}"
+    return f"{list(tensor.shape)} {dtype}{memory}"
 
 
 def _differences(form: Form) -> list[str]:

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_parallel import _lightning
+from lightning_parallel.parallelize import parallelized
 from lightning_parallel.ranks.fingerprints import of_batch
 from lightning_parallel.ranks.mesh import build_host_group
 from lightning_parallel.ranks.objects import of_all_ranks
@@ -27,7 +28,7 @@ from lightning_parallel.strategies.rank_buffers import RankBuffers
 from lightning_parallel.strategies.sampling import are_dealt_out
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
     from lightning_parallel._torch.written_numbers import Number
 
@@ -101,6 +102,17 @@ class LockStepStrategy(ProcessGroupStrategy):
         module = self.lightning_module  # none is connected yet where a script asks between runs
         return self._turns is not None or (module is not None and module.trainer.predicting)
 
+    @property
+    def left_out(self) -> set[str]:
+        """Names of parameters and buffers that ranks do not send each other."""
+        return set()
+
+    @override
+    def check_module(self, module: LightningModule, *, is_built: bool = False) -> None:
+        if is_built and parallelized(module) is None:
+            self.refuse(different_modules(module, self.left_out))
+        super().check_module(module, is_built=is_built)
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -114,7 +126,7 @@ class LockStepStrategy(ProcessGroupStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.refuse(different_modules(self.module))  # again, for what hooks have added
+        self.refuse(different_modules(self.module, self.left_out))  # again, for what hooks have added
         if self.world_size > 1:
             self._rank_buffers = RankBuffers(self.module)
             self._end_looks()  # of a search before training, such as that for a batch size

@@ -15,13 +15,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import _lightning, _torch
-from lightning_parallel.parallelize import parallelized
 from lightning_parallel.plan import Plan, build_plan, module_key
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.degrees import Degrees
 from lightning_parallel.step_hooks import StepHooks
 from lightning_parallel.strategies.closures import closure_of_update
-from lightning_parallel.strategies.equal_setups import different_modules
 from lightning_parallel.strategies.first_step import FirstStep
 from lightning_parallel.strategies.joint_updates import JointUpdates
 from lightning_parallel.strategies.optimizers import tell_missing_states
@@ -129,8 +127,6 @@ class PlannedStrategy(PositionedStrategy):
         assert self.accelerator is not None
         self._deferral.give_back()
         self.accelerator.setup(trainer)
-        if parallelized(self.module) is None:
-            self.refuse(different_modules(self.module))
         self.check_module(self.module, is_built=True)
         self.first_step.begin(trainer)
         self.take_signals(trainer)

@@ -26,6 +26,7 @@ from lightning_parallel.checkpoint.kept_parts import with_whole_parts
 from lightning_parallel.checkpoint.stage_entries import take_entries_of_stages
 from lightning_parallel.checkpoint.whole_file import bytes_of_state
 from lightning_parallel.module.differences import first_of
+from lightning_parallel.module.kept_state import is_persistent
 from lightning_parallel.policies import Policies
 from lightning_parallel.ranks.memory import host_memory
 from lightning_parallel.ranks.mesh import build_host_group
@@ -164,7 +165,7 @@ class WholeCheckpointsStrategy(PlannedStrategy):
     @override
     def module_violations(self, module: LightningModule, *, is_fitting: bool) -> list[str]:
         found = super().module_violations(module, is_fitting=is_fitting)
-        if form_of(self._saving.checkpoint) == "sharded" and (names := _sparse_buffers(module)):
+        if is_fitting and form_of(self._saving.checkpoint) == "sharded" and (names := _sparse_buffers(module)):
             found.append(_SPARSE.format(self._saving.checkpoint, first_of(names), type(module).__name__))
         return found
 
@@ -233,10 +234,5 @@ def _sparse_buffers(module: nn.Module) -> list[str]:
     return [
         name
         for name, buffer in module.named_buffers()
-        if buffer.layout is not torch.strided and _is_persistent(module, name)
+        if buffer.layout is not torch.strided and is_persistent(module, name)
     ]
-
-
-def _is_persistent(module: nn.Module, name: str) -> bool:
-    path, _, attribute = name.rpartition(".")
-    return attribute not in module.get_submodule(path)._non_persistent_buffers_set

@@ -37,6 +37,12 @@ class Apart(ByteGPT):
         elif kind == "order":
             for name in sorted(names, reverse=bool(rank)):
                 self.register_parameter(name, nn.Parameter(torch.ones(1)))
+        elif kind == "edges":
+            self.register_buffer("edges", torch.eye(3)[: 2 + rank].mT.mm(torch.eye(3)[: 2 + rank]).to_sparse())
+        elif kind == "layout":
+            self.register_buffer("edges", torch.eye(3).to_sparse() if rank else torch.eye(3))
+        elif kind == "expanded":
+            self.register_buffer("table", torch.ones(1, 3).expand(4, 3) if rank else torch.ones(4, 3))
         elif kind == "frozen":
             self.model.norm.weight.requires_grad_(not rank)
 
@@ -59,6 +65,9 @@ SAID = {
     "order": r"another order, parameter a on rank 0 where parameter b is on rank 1",
     "frozen": r"model.norm.weight is \[16\] float32 on rank 0, \[16\] float32, frozen on rank 1",
     "hook": r"rank 1 alone has buffer late",
+    "edges": r"edges is \[3, 3\] float32 of sparse_coo memory \[\[2, 2\], \[2\]\] on rank 0, .*\[\[2, 3\], \[3\]\]",
+    "layout": r"buffer edges is \[3, 3\] float32 on rank 0, \[3, 3\] float32 of sparse_coo memory",
+    "expanded": r"buffer table is \[4, 3\] float32 on rank 0, \[4, 3\] float32 of strided memory \[\[1, 3\]\]",
     "left out": r"optimizers of Apart differently: rank 0 alone has model.tokens.weight of optimizer 0",
     "groups": r"optimizer 0 is SGD, groups: 1 on rank 0, SGD, groups: 2 on rank 1; .* in group 1 on rank 1",
 }
@@ -88,7 +97,7 @@ class Cached(Block):
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "table"):
             self.register_buffer("table", torch.arange(float(x.shape[1])), persistent=False)
-        return super().forward(x) + 0.01 * self.table[:, None]  # type: ignore[operator,index]
+        return super().forward(x) * (1 + 0.01 * self.table[:, None]) + 0.1 * x.roll(1, -1)  # type: ignore[operator,index]
 
 
 class Caching(ByteGPT):

@@ -9,11 +9,12 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_parallel import full_state_dict
+from lightning_parallel import _torch, full_state_dict
 from tests.data import GLOBAL_BATCH, batches, data_of
+from tests.models.cases import Block, ByteGPT
 from tests.models.memory_layouts import Layouts, SparseSamples
 from tests.parity import TOLERANCE, checked, largest, once, trainer_for
 from tests.rank_pool import RankError
@@ -124,3 +125,76 @@ def test_sparse_samples_are_shared_out(ranks: Any, strategy: str, readers: int, 
     weights = once(with_sparse_samples, "auto", 1, 1, form)
     ours = ranks(2).run(with_sparse_samples, checked(strategy), 2, readers, form)[0]
     assert largest((ours[name] - value).abs().max() for name, value in weights.items()) < TOLERANCE
+
+
+class Replaces(ByteGPT):
+    """Layers count in sparse buffers, and one on the last stage puts others in the place of those of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks = nn.ModuleList(Counts() for _ in range(4))
+        self.holder = nn.Module()
+        self.holder.register_buffer("table", torch.zeros(1).expand(3))
+        self.holder.register_buffer("rows", torch.eye(3).to_sparse_csr())
+        self.holder.register_buffer("blocks", torch.eye(4).to_sparse_bsr((2, 2)))
+        self.model.blocks[3].held = [self.holder]
+
+
+class Counts(Block):
+    held: Any = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(2, 2).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls = (self.calls + torch.eye(2).to_sparse()).coalesce()
+            for holder in self.held:
+                holder.table = torch.arange(3.0) + 1
+                holder.rows = torch.ones(3, 3).to_sparse_csr()
+        return super().forward(x)
+
+
+def replaced(strategy: str, num_ranks: int, readers: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    L.seed_everything(3, verbose=False)
+    module = Replaces()
+    trainer = trainer_for(strategy, num_ranks)
+    trainer.fit(module, batches("byte_gpt", readers, 3))
+    return _numbers(full_state_dict(trainer)), _numbers(dict(module.named_buffers()))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp_custom", "pp_custom", "pp_custom:schedule=turns"])
+def test_buffers_of_another_layout_take_the_place_of_others(ranks: Any, strategy: str) -> None:
+    readers = 2 if strategy == "fsdp_custom" else 1
+    weights, buffers = once(replaced, "auto", 1, 1)
+    found = ranks(2).run(replaced, checked(strategy), 2, readers)
+    assert largest((found[0][0][name] - value).abs().max() for name, value in weights.items()) < TOLERANCE
+    for _, ours in found:
+        assert largest((ours[name] - value).abs().max() for name, value in buffers.items()) < TOLERANCE
+
+
+def sent_apart(values: int) -> Any:
+    edges = torch.eye(4)[: values + dist.get_rank()].to_sparse()
+    _torch.groups.broadcast_tensors([edges], source=0)
+    return edges.to_dense()
+
+
+def test_sparse_tensors_of_other_sizes_are_not_received(ranks: Any) -> None:
+    with pytest.raises(RankError, match=r"in sparse buffers than others, with their indices 6 and 9, and"):
+        ranks(2).run(sent_apart, 2)
+
+
+def sent_alone() -> list[Tensor]:
+    rank = dist.get_rank() + 1.0
+    ones = torch.ones(4) * rank
+    tensors = [(ones.to_sparse() + ones.to_sparse()).coalesce(), (torch.arange(4.0) * rank)[:, None].t()]
+    for tensor in tensors:
+        _torch.groups.broadcast_tensors([tensor], source=0)
+    return [tensor.to_dense() for tensor in tensors]
+
+
+def test_a_tensor_of_odd_strides_is_sent_alone(ranks: Any) -> None:
+    for edges, row in ranks(2).run(sent_alone):
+        assert edges.tolist() == [2.0] * 4
+        assert row.tolist() == [[0.0, 1.0, 2.0, 3.0]]

@@ -126,11 +126,11 @@ class StageBuffers:
             module._non_persistent_buffers_set.add(attribute)
         table: dict[str, Any] = vars(module) if is_persistent is None else module._buffers
         own = table.get(attribute)
-        if own is None or is_placeholder(own) or own.shape != value.shape or own.dtype != value.dtype:
+        if own is None or is_placeholder(own) or not _is_alike(own, value):
             device = value.device if own is None else own.device
             table[attribute] = value.to(device, copy=True)
         else:
-            _torch.dense_parts.write(own, value)
+            own.copy_(value)
 
 
 def _attributes(module: nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, nn.Module, str]]:
@@ -140,6 +140,12 @@ def _attributes(module: nn.Module, layers: Sequence[str]) -> Iterator[tuple[str,
             for name, value in vars(child).items():
                 if isinstance(value, Tensor):
                     yield path, child, name
+
+
+def _is_alike(own: Tensor, value: Tensor) -> bool:
+    """Whether one can be copied into the other."""
+    is_dense = all(map(_torch.dense_parts.is_dense, (own, value)))
+    return is_dense and own.shape == value.shape and own.dtype == value.dtype
 
 
 def _version(buffer: Tensor) -> int:

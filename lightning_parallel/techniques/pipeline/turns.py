@@ -150,7 +150,9 @@ class Turns:
         places = [
             place
             for place, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and (place < num_returned or all(each is not leaf for each in known))
+            if isinstance(leaf, Tensor)
+            and leaf.layout is torch.strided
+            and (place < num_returned or all(each is not leaf for each in known))
         ]
         # Of one layout on all ranks: products of other strides round otherwise, and their gradients would part.
         tensors = [leaves[place].contiguous() for place in places]
