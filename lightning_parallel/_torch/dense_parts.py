@@ -98,7 +98,7 @@ def travelling(tensor: Tensor) -> Tensor:
 
 
 def shared_dims(tensor: Tensor) -> list[int]:
-    """Dimensions along which all elements of a tensor lie at one place; none of a sparse one."""
-    if tensor.layout is not torch.strided:
+    """Dimensions along which all elements of a tensor lie at one place; none of a sparse or nested one."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
         return []
     return [dim for dim, stride in enumerate(tensor.stride()) if not stride and tensor.shape[dim] > 1]
