@@ -198,3 +198,31 @@ def test_a_tensor_of_odd_strides_is_sent_alone(ranks: Any) -> None:
     for edges, row in ranks(2).run(sent_alone):
         assert edges.tolist() == [2.0] * 4
         assert row.tolist() == [[0.0, 1.0, 2.0, 3.0]]
+
+
+class Writes(Layouts):
+    """Each rank writes numbers of its own into buffers, which the next step begins with those of the first rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        buffers: list[Any] = [self.table, self.scales, self.codes]
+        self.seen.append([float(each.view(-1)[0] if each.ndim == 1 else each[0, 0]) for each in buffers])
+        loss = super().training_step(batch, batch_idx)
+        for each in buffers:
+            each.data.select(0, 0).view(-1)[:1].fill_(dist.get_rank() + 1)
+        return loss
+
+
+def written(strategy: str) -> list[list[float]]:
+    module = Writes()
+    trainer_for(strategy, 2).fit(module, batches("byte_gpt", 2, 3))
+    return module.seen
+
+
+@pytest.mark.parametrize("strategy", ["ddp_custom", "fsdp_custom"])
+def test_steps_begin_with_the_buffers_of_the_first_rank(ranks: Any, strategy: str) -> None:
+    for seen in ranks(2).run(written, strategy):
+        assert seen == [[0.0] * 3, [1.0] * 3, [1.0] * 3]
