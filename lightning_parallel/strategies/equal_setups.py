@@ -54,8 +54,6 @@ _OPTIMIZERS = (
     "ranks have made the optimizers of {0} differently: {1}. Give them the same parameters in the same order on all "
     "ranks, and use sorted(...) for what comes from a set"
 )
-
-
 _TRAINERS = (
     "ranks run with other settings than others: {}. Give the Trainer of each rank the same ones and the same "
     "callbacks; what one rank is to do alone, such as writing to a log, a hook does under trainer.is_global_zero"
@@ -143,10 +141,8 @@ def _differences(form: Form) -> list[str]:
 
 
 def _in_words(first: Form, other: Form, rank: int) -> str:
-    only_first, only_other = (
-        [name for name in first if name not in other],
-        [name for name in other if name not in first],
-    )
+    only_first = [name for name in first if name not in other]
+    only_other = [name for name in other if name not in first]
     found = [f"rank 0 alone has {first_of(only_first)}"] if only_first else []
     found += [f"rank {rank} alone has {first_of(only_other)}"] if only_other else []
     changed = [name for name in first if name in other and first[name] != other[name]]
